@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import islice
 from typing import Any
@@ -13,8 +15,16 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..dependency import BatchError, refuse_below
-from ..model.batches.microbatches import IGNORED, SplitBatch, labels_of
-from ..model.batches.own_rows import Grouped, LengthNeeds, OwnRows
+from ..model.batches.microbatches import (
+    IGNORED,
+    LazyBatch,
+    Microbatches,
+    Pair,
+    SplitBatch,
+    count_tokens,
+    labels_of,
+)
+from ..model.batches.own_rows import LengthNeeds, OwnRows, lazy_microbatches
 from ..workers.compute.result import NUM_ITEMS
 from ..workers.transport.payload import Tree
 
@@ -74,19 +84,22 @@ def batches_by_length(
 
 
 def grouped(
+    batch: LazyBatch,
     sides: tuple[Sequence[Any] | None, Sequence[Any] | None],
     lengths: tuple[int, ...],
+    pair: Pair,
     how: LengthNeeds,
     most_tokens: int,
     next_token: bool,
     counted: Sequence[int] | None = None,
     own: OwnRows | None = None,
-) -> Grouped:
+) -> Microbatches:
     """Return the rows of a batch as microbatches of rows of similar length, padded to the longest.
 
     Args:
         sides: inputs and targets of each row; None: this worker uses none.
         lengths: tokens of each row; counted: their labels that count, if known.
+        pair: of the model: splits a microbatch into (inputs, targets).
         own: rows of these microbatches alone are in `sides`, in their order; None: of all rows in the given order.
 
     Raises:
@@ -98,15 +111,20 @@ def grouped(
     targets = _sides(sides[1], lengths, groups, are_targets=True, here=here)
     shift = int(next_token and how.loss_is_inside)
     weights = [len(rows) if counted is None else sum(counted[row] for row in rows) for rows in groups]
-    for number in here or range(len(groups)):
+    for number in (read := here or range(len(groups))):
         of_group = _labels(inputs[number], targets[number])
         found = weights[number] if of_group is None else int((of_group[:, shift:] != IGNORED).sum())
         if counted is not None and found != weights[number]:
             raise BatchError(f"counted: {weights[number]} labels of a microbatch count, but {found} are not {IGNORED}")
         weights[number] = found
+        inputs[number], targets[number] = pair((inputs[number], targets[number]))
     shares = [weight / (sum(weights) or 1) for weight in weights]
     sizes = [(len(group), max(lengths[row] for row in group)) for group in groups]
-    return Grouped(inputs, targets, shares, sizes, here, f"in microbatches {crc32(repr((groups, sizes)).encode()):x}")
+    count = count_tokens(*([side[number] for number in read] for side in (inputs, targets)))
+    share = sum(map(math.prod, sizes)) / sum(math.prod(sizes[number]) for number in read)
+    whole = count._replace(tokens=round(count.tokens * share))
+    label = f"{batch.label}, in microbatches {crc32(repr((groups, sizes)).encode()):x}"
+    return replace(lazy_microbatches(batch, inputs, targets, shares, whole, label), sizes=sizes)
 
 
 @lru_cache(64)  # a batch that is read ahead is grouped for its rows, and once more when it is taken

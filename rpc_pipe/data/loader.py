@@ -19,8 +19,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from ..dependency import ConfigError, refuse_below
-from ..model.batches.microbatches import LazyBatch, SomeRows
-from ..model.batches.own_rows import Grouped, GroupedBatch, LengthNeeds, OwnRows
+from ..model.batches.microbatches import LazyBatch, Microbatches, Pair, SomeRows
+from ..model.batches.own_rows import LengthNeeds, OwnRows
 from ..system.sizes import num_bytes
 from ..workers.transport.payload import Tree
 from .batch_making import Dealt, Reader, Share, chunk_memory, widest_window
@@ -321,15 +321,16 @@ class RowsByLength(NamedTuple):
         return [row for number in self.own.microbatches(len(groups)) for row in groups[number]]
 
 
-class BatchByLength(Batch, GroupedBatch):
+class BatchByLength(Batch):
     """(inputs, targets) with rows that a pipeline groups by length; elsewhere all are padded to the longest."""
 
-    def grouped(self, inputs: bool, targets: bool, needs: LengthNeeds, own: OwnRows | None) -> Grouped:
+    def grouped(self, wanted: tuple[bool, bool], pair: Pair, needs: LengthNeeds, own: OwnRows | None) -> Microbatches:
+        """Return the microbatches by length with the wanted ones of (inputs, targets), perhaps the rows `own` alone."""
         loader = self._loader
         counted = None if loader.counted is None else loader.counted[self.samples].tolist()
         rows = None if own is None or counted is None else RowsByLength(own, needs, loader)
-        sides = super().read(inputs, targets, rows)
-        return grouped(sides, self._lengths, needs, loader.most_tokens, loader.next_token, counted, rows and own)
+        sides, how = super().read(*wanted, rows), (loader.most_tokens, loader.next_token)
+        return grouped(self, sides, self._lengths, pair, needs, *how, counted, rows and own)
 
     @property
     def _lengths(self) -> tuple[int, ...]:

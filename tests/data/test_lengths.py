@@ -11,7 +11,7 @@ from torch import nn
 
 from rpc_pipe import BatchError, ConfigError, Pipeline, Training
 from rpc_pipe.data import Loader, dataset, tokens
-from rpc_pipe.model.batches.own_rows import OwnRows, read_grouped
+from rpc_pipe.model.batches.own_rows import LengthNeeds, OwnRows
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.workers.transport.payload import tensors_of
 
@@ -125,13 +125,13 @@ def test_a_member_reads_its_rows_alone_and_has_the_microbatches_of_the_whole_bat
     spec, shift = make_spec("1f1b", 2, 4, {}), int(named)
     counted = [sum(label != -100 for label in list(Rows(named=True)[i]["labels"])[shift:]) for i in range(12)]
     counted = counted if named else [length - length // 3 for length in LENGTHS]
-    more = {"spec": spec, "members": 2, "loss_is_inside": named, "ordering": None}
+    needs = LengthNeeds(spec.num_stages, 2, 2, named)
 
     def read(own, **options):
         rows = Rows(named)
         batches = loader(rows, epochs=1, **options)
         rows.read.clear()
-        return [read_grouped(b, (True, True), lambda pair: pair, own=own, **more) for b in batches], rows.read
+        return [b.grouped((True, True), lambda pair: pair, needs, own) for b in batches], rows.read
 
     whole, _ = read(None)
     parts = [read(OwnRows(spec, 0, member, 2), counted=counted) for member in range(2)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -45,8 +45,7 @@ class BatchReader:
 
             self._sequences = Sequences(spec, whole, loss_is_inside=loss_is_inside)
         self._peers, self._peer, self._is_whole = peers, peers[0], whole is not None
-        #: needs of batches with rows grouped by length
-        self._needs: dict[str, Any] = {"loss_is_inside": loss_is_inside, "ordering": ordering}
+        self._loss_is_inside = loss_is_inside
         #: whether a batch with fewer rows than microbatches has been reported
         self._said_fewer = False
         #: selects the tensors that are compared; 0 where a newcomer has made other calls than the rest
@@ -59,8 +58,7 @@ class BatchReader:
         Args:
             members: how many members of a worker take its microbatches in turn; `spec` counts all microbatches.
         """
-        self._needs["members"] = members
-        self._spec, self._reader = spec.unsliced(), spec.place(0, 0)
+        self._spec, self._reader, self._members = spec.unsliced(), spec.place(0, 0), members
         workers = [peer.worker for peer in self._peers]
         self._has_all, self._reads = len(workers) == spec.num_workers, self._reader in workers
         stages = {stage for worker in workers for stage, _ in spec.hosted(worker)}
@@ -111,11 +109,14 @@ class BatchReader:
         batch.follow()
         sides = (True, True) if self._is_whole else self._used
         own = None if cuts_model else self._evaluated if whole else self._own
-        if hasattr(batch, "grouped"):  # a `GroupedBatch`, which few jobs load
-            from .own_rows import read_grouped
+        if hasattr(batch, "grouped"):  # a `BatchByLength`, which few jobs load
+            from .own_rows import LengthNeeds
 
+            seconds = None if self._ordering is None else self._ordering.seconds
+            least = self._spec.num_routes * self._members
+            needs = LengthNeeds(self._spec.num_stages, least, self._members, self._loss_is_inside, seconds)
             is_as_read = self._ordering is None and self._sequences is None
-            return read_grouped(batch, sides, pair, **self._needs, spec=self._spec, own=own if is_as_read else None)
+            return batch.grouped(sides, pair, needs, own if is_as_read else None)  # type: ignore[no-any-return]
         from .own_rows import read_microbatches
 
         parts = min(self._spec.num_microbatches, batch.rows)
