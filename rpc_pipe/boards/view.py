@@ -222,11 +222,6 @@ class View:
         return next(iter(self.headers.values()), {})
 
     @property
-    def predicted_ms(self) -> float:
-        """Milliseconds of a step by the plan; 0.0 without a plan."""
-        return float(self.header.get("predicted_ms", 0.0))
-
-    @property
     def num_workers(self) -> int:
         """The number of workers of the run, visible or not."""
         return int(self.header.get("num_workers", 0))
@@ -278,17 +273,6 @@ class View:
     def held_out_losses(self) -> list[tuple[int, float]]:
         """(step, mean of the evaluations after it)."""
         return [(step, mean) for step, (mean, _) in self._held_out.items()]
-
-    @property
-    def grad_norm(self) -> float | None:
-        """Norm of the last step's gradients before clipping; None if it is not measured."""
-        return next((self.records(step)[0].grad_norm for step in self.complete_steps(1)), None)
-
-    @property
-    def learning_rate(self) -> float | None:
-        """Learning rate after the last step, of the first worker that trains; None: nothing is trained."""
-        rates = (record.learning_rate for step in self.complete_steps(1) for record in self.records(step))
-        return next((rate for rate in rates if rate is not None), None)
 
     @property
     def core_wait(self) -> float:

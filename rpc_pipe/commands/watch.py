@@ -10,8 +10,8 @@ from typing import Any
 
 from ..boards.run_boards import RunBoards, find
 from ..dependency import ConfigError
-from ..dispatch.watcher import Watcher, Wishes
-from .options import Parser, filled, refuse_typed, try_files
+from ..dispatch.watcher import Watcher
+from .options import Parser, refuse_typed, try_files
 
 #: option that replaces the display -> options that have no effect with it
 _ALONE = {"trace": ("once", "web", "metrics", "tensorboard"), "once": ("web", "metrics")}
@@ -45,7 +45,7 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
     with contextlib.suppress(OSError):
         os.nice(19)  # the workers have priority
     source = RunBoards(find(typed.get("address")))
-    watcher = Watcher(source, filled(Wishes, typed))
+    watcher = Watcher(source, typed)
     try:
         asyncio.run(watcher.run())
     except KeyboardInterrupt:

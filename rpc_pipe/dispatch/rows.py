@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -13,6 +14,7 @@ from ..drawing.svg import Picture
 from ..drawing.timeline import idle
 from ..tracing.lost_time import lost_time
 from ..tracing.trace import recent_trace, spans_of, transfers
+from ..workers.hooks import StepRecord
 
 #: most spans that are shown: fewer steps are shown then
 _MOST_SPANS = 10_000
@@ -109,6 +111,7 @@ def draw_steps(view: View, count: int) -> list[Picture]:
 def describe(view: View) -> dict[str, Any]:
     """Return the present state of the run, for JSON; unknown numbers are null."""
     lost, steps, rows = lost_time(view), view.complete_steps(1), worker_rows(view)
+    last = view.records(steps[0]) if steps else []
     rate, unit = view.throughput() or (None, None)
     shares = [row.bubble for row in rows if not math.isnan(row.bubble)]
     ending = view.latest.ending
@@ -117,8 +120,8 @@ def describe(view: View) -> dict[str, Any]:
         "num_workers": view.num_workers,
         "step": steps[0] if steps else None,
         "loss": finite(view.losses[-1][1]) if view.losses else None,
-        "grad_norm": finite(view.grad_norm),
-        "learning_rate": finite(view.learning_rate),
+        "grad_norm": finite(last[0].grad_norm) if last else None,
+        "learning_rate": finite(learning_rate(last)),
         "held_out": [(step, finite(loss)) for step, loss in view.held_out_losses],
         "step_ms": view.step_ms(),
         "rate": rate,
@@ -134,6 +137,11 @@ def describe(view: View) -> dict[str, Any]:
         "events": list(view.events)[-100:],
         "lost": lost.as_json() if lost else None,
     }
+
+
+def learning_rate(records: Sequence[StepRecord]) -> float | None:
+    """Return the learning rate after a step, of the first worker that trains; None: nothing is trained."""
+    return next((record.learning_rate for record in records if record.learning_rate is not None), None)
 
 
 def whole_state(view: View, name: str, over: bool, after: int = -1) -> dict[str, Any]:

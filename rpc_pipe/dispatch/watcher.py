@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..drawing.timeline import idle
 from ..tracing.lost_time import lost_time
 from ..tracing.run_summary import lost_lines
 from ..tracing.trace import spans_of, trace_of
-from .rows import describe
+from .rows import describe, learning_rate
 from .terminal import Screen
 
 
@@ -33,7 +33,7 @@ def scalars_of(view: View, step: int) -> dict[str, float]:
     records, seconds = view.records(step), view.took_ms(step) / 1e3
     found: dict[str, float | None] = {
         "loss": records[0].loss, "gradient norm": records[0].grad_norm, "rows per s": records[0].rows / seconds,
-        "learning rate": next((r.learning_rate for r in records if r.learning_rate is not None), None),
+        "learning rate": learning_rate(records),
         "tokens per s": records[0].tokens / seconds or None, "step/ms": view.length_ms(step),
     }  # fmt: skip
     for record, share in zip(records, idle(spans_of(records), len(records)), strict=True):
@@ -82,55 +82,45 @@ _ONCE_S = 10.0
 _LINE_EVERY_S = 5.0
 
 
-@dataclass(frozen=True)
-class Wishes:
-    """The displays that a user has chosen for a run."""
-
-    web: str | None = None
-    metrics: str | None = None
-    tensorboard: str | None = None
-    trace: str | None = None
-    #: first and last step for `trace`
-    steps: tuple[int, int] | None = None
-    once: bool = False
-    json: bool = False
-
-
 class Watcher:
-    """Polls `source` and passes what is new to the view and the outputs."""
+    """Polls `source` and passes what is new to the view and the outputs.
 
-    def __init__(self, source: RunBoards, wishes: Wishes) -> None:
-        self._source, self._wishes = source, wishes
-        first, last = wishes.steps or (0, 0)
-        self._view = View(keep=_MOST_STEPS + last - first) if wishes.trace else View()
+    Args:
+        typed: the options of `rpc-pipe watch` by name; `steps` are the first and the last for `trace`.
+    """
+
+    def __init__(self, source: RunBoards, typed: Mapping[str, Any]) -> None:
+        self._source, self._typed = source, typed
+        first, last = typed.get("steps", (0, 0))
+        self._view = View(keep=_MOST_STEPS + last - first) if "trace" in typed else View()
         self._scalars: Scalars | None = None
         self.console = Console(highlight=False, emoji=False)
 
     async def run(self) -> None:
         async with contextlib.AsyncExitStack() as stack:
-            if self._wishes.tensorboard:
-                self._scalars = Scalars(self._wishes.tensorboard)
+            if "tensorboard" in self._typed:
+                self._scalars = Scalars(self._typed["tensorboard"])
                 stack.callback(self._scalars.close)
             await self._serve(stack)
-            if self._wishes.trace:
+            if "trace" in self._typed:
                 await self._trace()
-            elif self._wishes.once:
+            elif "once" in self._typed:
                 await self._once()
             else:
                 await self._follow(stack)
 
     async def _serve(self, stack: contextlib.AsyncExitStack) -> None:
-        for option, text in (("--web", self._wishes.web), ("--metrics", self._wishes.metrics)):
-            if text is None:
-                continue
+        for name in (name for name in ("web", "metrics") if name in self._typed):
+            option = f"--{name}"
             try:
                 from .web import Server, parse_address
             except ImportError as error:
                 raise ConfigError(f"{option}: needs {error.name}; pip install '.[dispatch]'") from error
-            server = Server(self._view, self._source, option, *parse_address(option, text), page=option == "--web")
+            at = parse_address(option, self._typed[name])
+            server = Server(self._view, self._source, option, *at, page=name == "web")
             address = await server.start()
             stack.push_async_callback(server.stop)
-            self.console.print(f"{option[2:]} at {address}", markup=False, soft_wrap=True)
+            self.console.print(f"{name} at {address}", markup=False, soft_wrap=True)
 
     def _look(self) -> None:
         stalled = self._view.stalled
@@ -144,7 +134,7 @@ class Watcher:
     async def _follow(self, stack: contextlib.AsyncExitStack) -> None:
         screen = Screen(self._view, self._source.name)
         display, said, over_before, ended_before = None, 0.0, False, False
-        if self.console.is_terminal and not self._wishes.web:
+        if self.console.is_terminal and "web" not in self._typed:
             whole: dict[str, Any] = {"screen": True, "auto_refresh": False, "vertical_overflow": "crop"}
             display = stack.enter_context(Display(screen, console=self.console, **whole))
         while True:
@@ -160,7 +150,7 @@ class Watcher:
                 if display is not None:
                     display.stop()
                 self._say_the_end()
-            if ended and not self._wishes.web:
+            if ended and "web" not in self._typed:
                 break  # a page stays, to be looked at
             over_before, ended_before = over, ended
             await asyncio.sleep(_LOOK_EVERY_S)
@@ -180,15 +170,15 @@ class Watcher:
         while not self._source.over and len(self._view.complete_steps(2)) < 2 and time.monotonic() < deadline:
             await asyncio.sleep(_LOOK_EVERY_S / 5)
             self._look()
-        if self._wishes.json:
+        if "json" in self._typed:
             print(json.dumps({"name": self._source.name, **describe(self._view)}))
         else:
             self.console.print(Screen(self._view, self._source.name))
 
     async def _trace(self) -> None:
         """Wait until the last of the wanted steps is done, then write them."""
-        assert self._wishes.trace is not None
-        deadline, asked, told = time.monotonic() + _ONCE_S, self._wishes.steps, False
+        path: str = self._typed["trace"]
+        deadline, asked, told = time.monotonic() + _ONCE_S, self._typed.get("steps"), False
         option = "--trace" if asked is None else f"--steps {asked[0]}-{asked[1]}"
         while True:
             over = self._source.over
@@ -210,6 +200,6 @@ class Watcher:
         if trace is None:
             what = "it has no complete step" if missing is None else f"step {missing} is not there"
             raise ConfigError(f"{option}: {self._source.name}: {what}")
-        trace.write_chrome(self._wishes.trace)
-        said = f"steps {wanted[0]} to {wanted[-1]} written to {self._wishes.trace}; clocks of workers agree within"
+        trace.write_chrome(path)
+        said = f"steps {wanted[0]} to {wanted[-1]} written to {path}; clocks of workers agree within"
         self.console.print(f"{said} {trace.clock_error_ms:.3f} ms", markup=False, soft_wrap=True)

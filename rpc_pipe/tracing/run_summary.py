@@ -34,7 +34,7 @@ def figures(view: View) -> dict[str, Any] | None:
         "layout": trace.layout,
         "loss": view.losses[-1][1],
         "step_ms": trace.step_ms,
-        **({"predicted_ms": view.predicted_ms} if view.predicted_ms else {}),
+        **({"predicted_ms": view.header["predicted_ms"]} if "predicted_ms" in view.header else {}),
         **({f"{throughput[1]}_per_s": throughput[0]} if throughput else {}),
         **({"with_padding": True} if view.with_padding else {}),
         **({"observations": observations, "observed_s": observed_s} if observations else {}),

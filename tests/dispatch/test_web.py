@@ -161,7 +161,7 @@ def test_a_run_that_has_ended_is_told_once_and_its_page_stays(monkeypatch, capsy
     spec = make_spec("1f1b", 2, 2, {})
     source.over, source.look = True, lambda: news_of(spec, records_of(spec))
     with pytest.raises(TimeoutError):
-        asyncio.run(asyncio.wait_for(watcher.Watcher(source, watcher.Wishes(web="0")).run(), 1))
+        asyncio.run(asyncio.wait_for(watcher.Watcher(source, {"web": "0"}).run(), 1))
     lines = capsys.readouterr().out.splitlines()
     assert "step 3" in lines[1] and lines[2] == "run-1 has ended" and len(lines) <= 5, lines
 

@@ -66,13 +66,8 @@ class _MeasuredModel(NamedTuple):
     at_least: int
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """Make the default optimizer."""
-    return torch.optim.AdamW(parameters, lr=1e-4)
-
-
 OPTIMIZERS: dict[str, OptimizerFactory] = {
-    "adamw": adamw,
+    "adamw": partial(torch.optim.AdamW, lr=1e-4),
     "sgd": partial(torch.optim.SGD, lr=1e-2),
     "momentum": partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
 }
