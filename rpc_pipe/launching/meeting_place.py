@@ -193,6 +193,15 @@ def drop(place: MeetingPlace) -> None:
         gc.collect()
 
 
+def _close(place: MeetingPlace) -> None:
+    carrier, to_others = _carriers.pop(place)
+    carrier.close()
+    place.leave()
+    if to_others.refused:
+        text = f"worker {carrier.worker} refused {to_others.refused} connections that did not prove to be of this job"
+        link.tell(kind="text", text=text)
+
+
 @cache
 def _leave_at_exit() -> None:
     at_exit(_leave_all)
@@ -200,12 +209,7 @@ def _leave_at_exit() -> None:
 
 def _leave_all() -> None:
     for place in list(_carriers):
-        carrier, to_others = _carriers.pop(place)
-        carrier.close()
-        place.leave()
-        if to_others.refused:
-            refused = f"{to_others.refused} connections that did not prove to be of this job"
-            link.tell(kind="text", text=f"worker {carrier.worker} refused {refused}")
+        _close(place)
 
 
 def _by_rpc(place: MeetingPlace) -> RpcLink:
