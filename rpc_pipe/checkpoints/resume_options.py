@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from ..dependency import ConfigError, Damaged
 from ..system.files import refused
 from . import folder as folders
-from .folder import others
 
 if TYPE_CHECKING:
     from .facade import Checkpoints
@@ -43,20 +42,17 @@ def follow(
         anew: whether the job begins; else this process joins a running job, which has its folder and its state.
     """
     told = ""
-    if not anew:
-        if every is not None:
-            checkpoints.every(every, folder, keep=keep)
-        return told
-    # Before the folder is taken, which records its last job.
-    named = None if resume in (None, "auto") else folders.newest(Path(str(resume)))
-    typed = checkpoints.go_on_with(folder) if resume == "auto" else [] if named is None else [named]
-    # A restarted job resumes from its checkpoint, with any options that it began with.
-    own = [] if every is None else checkpoints.claim(folder)
-    if own or resume is not None:
-        told = _newest_sound(checkpoints.resume, own, [path for path in typed if path not in own])
-        told = told or f"{folder} holds no complete checkpoint of this job: training starts at step 1"
-    if not own and not typed and every is not None:
-        told = "; ".join(filter(None, (told, others(Path(folder)))))
+    if anew:
+        # Before the folder is taken, which records its last job.
+        named = None if resume in (None, "auto") else folders.newest(Path(str(resume)))
+        typed = checkpoints.go_on_with(folder) if resume == "auto" else [] if named is None else [named]
+        # A restarted job resumes from its checkpoint, with any options that it began with.
+        own = [] if every is None else checkpoints.claim(folder)
+        if own or resume is not None:
+            told = _newest_sound(checkpoints.resume, own, [path for path in typed if path not in own])
+            told = told or f"{folder} holds no complete checkpoint of this job: training starts at step 1"
+        if not own and not typed and every is not None:
+            told = "; ".join(filter(None, (told, folders.others(Path(folder)))))
     if every is not None:
         checkpoints.every(every, folder, keep=keep)
     return told

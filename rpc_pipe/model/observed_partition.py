@@ -281,9 +281,6 @@ def _adapter_tensors(whole: nn.Module) -> frozenset[str] | ModelError:
     return frozenset(found)
 
 
-logger = logging.getLogger(__name__)
-
-
 class Configuration:
     """The configuration of a model, and of its generation of text, as they are when they are written."""
 
