@@ -9,7 +9,6 @@ from ..launching.job import current_job
 from ..launching.launcher import Launcher
 from ..launching.report import Reporter
 from ..launching.worker_main import as_worker
-from ..planning.plan import read_plan
 from ..verifying.verify_options import BUILT_IN, CONTEXT, VerifyOptions
 from .options import MAKE, PIPELINE, Parser, filled, refuse_typed, set_transport
 from .readers import fraction, number, whole, wholes
@@ -36,7 +35,7 @@ def add(commands: Any) -> None:
 
 def command(typed: dict[str, Any], argv: list[str]) -> int:
     """Train by a pipeline and in one process, and compare; return the exit code."""
-    typed = _checked(_followed(typed))
+    typed = _checked({name: value for name, value in follow_plan(typed).items() if name != "plan"})
     set_transport(typed)
     started = how(typed)
     options = filled(VerifyOptions, {**typed, "transport": started.transport})
@@ -59,17 +58,6 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
         prove(options)
 
     return as_worker(work, reporter)
-
-
-def _followed(typed: dict[str, Any]) -> dict[str, Any]:
-    """Return the typed options with the options that --plan decides, as `run` has them."""
-    if "plan" not in typed:
-        return typed
-    followed = {name: value for name, value in follow_plan(typed).items() if name != "plan"}
-    if (order := read_plan(typed["plan"]).microbatch_order) == "given":
-        return followed
-    refuse_typed(typed, ["microbatch_order"], f"--plan {typed['plan']} says it; leave one of the two out")
-    return {**followed, "microbatch_order": order}
 
 
 def _checked(typed: dict[str, Any]) -> dict[str, Any]:
