@@ -92,6 +92,9 @@ class Live(NamedTuple):
     #: `threading.get_ident` of the thread that computes
     thread: int = 0
 
+    def __str__(self) -> str:
+        return self.told()
+
     def told(self, members: int = 1) -> str:
         """Return the state in words, with the number of a member if workers have several `members`."""
         who = "a worker" if self.peer is None else named(self.peer, members)

@@ -32,7 +32,7 @@ def of_death(who: str, code: int, live: Live | None, lines: Sequence[str], early
     if code < 0:
         name = next((f" ({known.name})" for known in signal.Signals if known == -code), "")
         text = f"{who} was killed by signal {-code}{name}"
-    text += "" if live is None else f" while {live.told()}"
+    text += "" if live is None else f" while {live}"
     if code == 0:
         text += "; it may call os._exit or sys.exit"
     if code == -signal.SIGKILL:
