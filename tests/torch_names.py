@@ -108,6 +108,8 @@ NAMES = {
     "_FrameAction": (lambda: torch._C._dynamo.eval_frame, "2.11", None),
     "_FrameExecStrategy": (lambda: torch._C._dynamo.eval_frame, "2.11", None),
     "torch._functorch.config": (None, "2.11", None),
+    "torch.utils._pytree.tree_flatten": (None, "2.11", None),
+    "torch.utils._pytree.tree_unflatten": (None, "2.11", None),
     "torch._subclasses.fake_tensor.DataDependentOutputException": (None, "2.11", None),
     "torch._subclasses.fake_tensor.DynamicOutputShapeException": (None, "2.11", None),
     "torch._subclasses.fake_tensor.UnsupportedOperatorException": (None, "2.11", None),

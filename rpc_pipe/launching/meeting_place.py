@@ -164,6 +164,10 @@ def join(place: MeetingPlace, cancelled: Callable[[], None] | None = None) -> Ca
     if (known := _carriers.get(place)) is not None:
         return known[0]
     job = place.job
+    for count in {other.job.members for other in _carriers if cancelled is None} - {job.members}:
+        if job.transport == "rpc" or min(count, job.members) > 1:
+            once = f"an earlier pipeline has {count}, and a process meets others by rpc, and as a member, once"
+            raise ConfigError(f"members={job.members}: {once}; take as many, or --transport zmq and none in one")
     if cancelled is None:
         link.tell(kind="joining")
     try:

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from processes import python
+from refusals import refused
 
 from rpc_pipe.boards.board import COPY, OWN
 from rpc_pipe.launching import meeting_place
@@ -65,6 +66,15 @@ def test_members_meet_beside_the_boards_of_a_run(tmp_path, monkeypatch):
     job = Job(0, 2, f"file://{tmp_path}/rendezvous", "lo", 20, members=2)
     mesh = meeting_place.mesh_of_members(job, "cpu", "")
     assert not [path for path in mesh.found if path.name.startswith((OWN, COPY))]
+
+
+def test_two_pipelines_of_one_script_have_as_many_members(tmp_path, monkeypatch):
+    """The second one's processes did not meet, for a cause in torch's words."""
+    job = Job(0, 2, f"file://{tmp_path}/rendezvous", "lo", 20, members=2)
+    monkeypatch.setattr(meeting_place, "_carriers", {place_of(job): (Mock(), Mock())})
+    for other in (replace(job, members=1), replace(job, members=4, transport="zmq")):
+        with refused("members"):
+            meeting_place.join(place_of(other))
 
 
 def ten_epochs(folder):

@@ -19,6 +19,10 @@ class Experts(nn.Module):
         expert = self.experts[int(x[0, 0] > 0)]
         return x + torch.tanh(expert(x))
 
+class Leaves(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) if x[0, 0] > 0 else 2 * x
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -50,6 +54,8 @@ averaged = Training(Trust, ema_decay=0.5)
 cases = {
     "experts": ([Experts, Experts], decay, {}),
     "experts apart": ([Experts, Experts], decay, {"schedule": "zb-h1"}),
+    "experts or none": ([partial(Leaves, 8, 8), partial(nn.Linear, 8, 8)], decay, {}),
+    "experts or none, apart": ([partial(Leaves, 8, 8), partial(nn.Linear, 8, 8)], decay, {"schedule": "zb-h1"}),
     "model": (Model, averaged, {}),
 }
 found = {}
@@ -91,7 +97,8 @@ for members in (2, 1):
 
 
 def test_members_train_as_one_process_where_rows_or_divided_tensors_decide(tmp_path):
-    """Where one member's rows took one expert and another's a second, gradients of one were added to the other.
+    """Where one member's rows took one expert and another's a second, gradients of one were added to the other. Where
+    one member's rows left out the first layer, others waited for its gathers for ever.
 
     A number read of a norm of a divided tensor was that of a part: of an optimizer's own, or in `pipe.gather`. What a
     forward wrote into a gathered weight was forgotten. Averages of divided weights beside whole ones failed.

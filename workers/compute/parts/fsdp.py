@@ -6,12 +6,14 @@ FSDP2 gathers a layer's parameters before its forward and backward, and sums gra
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ....dependency import ConfigError
 from ..modules.digest import sample
@@ -68,6 +70,33 @@ class BackwardEnd:
         type(group).post_backward(group, *unused)
 
 
+class _Reaches(torch.autograd.Function):
+    """Lets backward go through a layer, though its output depends on no weight here, as it may on other members.
+
+    They would wait for this one in the gathers of their backward. No gradient comes of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, weight: Tensor) -> Tensor:
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *unused: Tensor) -> Any:
+        return None, None
+
+
+def _post_forward(group: Any, module: nn.Module, inputs: Any, output: Any) -> Any:
+    weights = [each.unsharded_param for each in group.fsdp_params if each.sharded_param.requires_grad]
+    if weights and torch.is_grad_enabled():
+        leaves, form = tree_flatten(output)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if not any(tensor.requires_grad for tensor in tensors):
+            floats, through = filter(Tensor.is_floating_point, tensors), cast(Any, _Reaches.apply)
+            new = {id(each): through(each, weights[0]) for each in floats}
+            output = tree_unflatten([new.get(id(leaf), leaf) for leaf in leaves], form)
+    return type(group).post_forward(group, module, inputs, output)
+
+
 def _refuse_writes(group: Any) -> None:
     """Let the first forwards of a group raise if they write weights: the gathered ones are forgotten behind them."""
     before: list[Any] = []
@@ -89,8 +118,9 @@ def _refuse_writes(group: Any) -> None:
                 )
         looks.pop()
         if not looks:
-            del group.pre_forward, group.post_forward
-        return type(group).post_forward(group, *given)
+            del group.pre_forward
+            group.post_forward = partial(_post_forward, group)
+        return _post_forward(group, *given)
 
     group.pre_forward, group.post_forward = begin, end
 
