@@ -149,8 +149,6 @@ class TypedOptions(attaching.Overrides):
         history, typed = collect(), self._asked
         trace, found = recent_trace(history, LAST_STEPS), figures(history)
         if trace is None or found is None:
-            if not any(name in typed for name in _OF_STEPS):
-                return
             raise ConfigError(f"{typed['script']} trained no step that --trace, --html or --json could tell of")
         if "trace" in typed:
             trace.write_chrome(typed["trace"], device)

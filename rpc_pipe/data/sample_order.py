@@ -177,11 +177,7 @@ class Order:
 
     def samples(self, begin: int, end: int) -> Numbers:
         """Return the samples at positions `begin` … `end`-1, numbered as they are stored."""
-        return self.at(np.arange(begin, end))
-
-    def at(self, positions: Numbers) -> Numbers:
-        """Return the samples at positions that ascend, numbered as they are stored."""
-        found = [self._starts[each.chunks] + each.numbers for each in self.locate(positions)]
+        found = [self._starts[each.chunks] + each.numbers for each in self.locate(np.arange(begin, end))]
         return np.concatenate(found) if found else np.zeros(0, np.int64)
 
 

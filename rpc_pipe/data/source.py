@@ -160,14 +160,15 @@ T = TypeVar("T")
 
 _CHUNKS = 4096
 
-Keys = str | Sequence[str]
+#: a name, or several names, which give a dict
+Columns = str | Sequence[str]
 
 
 def dataset(
     samples: Any,
     *,
-    inputs: Keys | None = None,
-    targets: Keys | None = None,
+    inputs: Columns | None = None,
+    targets: Columns | None = None,
     chunk: int | None = None,
     identity: str | None = None,
 ) -> Source:
@@ -264,8 +265,6 @@ def drawn(make: Callable[[int], T], numbers: Iterable[int], keyed: int | None) -
     return made
 
 
-#: a name, or several names, which give a dict
-Columns = str | Sequence[str]
 #: bytes of a chunk, about
 CHUNK_BYTES = 16 * 10**6
 

@@ -107,14 +107,9 @@ def parquet(files: Paths, inputs: Columns, targets: Columns) -> Source:
     return Ranges(_RowGroups(find_files(files, ".parquet"), names(inputs, targets)), inputs, targets)
 
 
-class _Group(NamedTuple):
-    file: DataFile
-    number: int
-
-
 class _RowGroups(RangeReader):
     def __init__(self, files: Sequence[DataFile], columns: Sequence[str]) -> None:
-        self._groups: list[_Group] = []
+        self._groups: list[tuple[DataFile, int]] = []
         sizes, num_bytes = [], []
         for file in files:
             with _opened(file) as opened:
@@ -125,7 +120,7 @@ class _RowGroups(RangeReader):
                     group = opened.metadata.row_group(number)
                     every = [group.column(i) for i in range(group.num_columns)]
                     chosen = [each for each in every if each.path_in_schema.split(".")[0] in columns]
-                    self._groups.append(_Group(file, number))
+                    self._groups.append((file, number))
                     sizes.append(group.num_rows)
                     # Numbers take more bytes in memory than they are stored in.
                     num_bytes.append(sum(max(each.total_uncompressed_size, 8 * each.num_values) for each in chosen) + 1)
@@ -134,7 +129,7 @@ class _RowGroups(RangeReader):
         self.identity = f"{len(files)} files, {sum(sizes)} rows, digest {digest(files, sizes)}"
 
     def place(self, chunk: int) -> str:
-        return f"file {self._groups[chunk].file.path}"
+        return f"file {self._groups[chunk][0].path}"
 
     def read(self, chunk: int, columns: Sequence[str]) -> dict[str, Any]:
         file, number = self._groups[chunk]
