@@ -53,12 +53,12 @@ class Compared:
             self.num_tensors += 1
 
     def _compare(self, name: str, group: str, found: Tensor | None, expected: Tensor | None) -> bool:
-        same, error, size, dtype = False, math.inf, 1.0, torch.float32
+        error, size, dtype = math.inf, 1.0, torch.float32
         if found is not None and expected is not None and found.shape == expected.shape:
-            (error, size), dtype, same = _difference(found, expected), expected.dtype, _same(found, expected)
+            (error, size), dtype = _difference(found, expected), expected.dtype
         self._errors.append((name, error, size, group, dtype))
-        self.identical &= same
-        return same
+        self.identical &= error == 0
+        return error == 0
 
     def relative(self) -> dict[str, float]:
         """Return by name the largest difference relative to the largest number (see `_SMALL`)."""
@@ -131,11 +131,6 @@ def summed_by_stages(names: Sequence[str]) -> str:
         return "something is summed otherwise than in one process"
     named = ", ".join(names[:2]) + f" and {len(names) - 2} more" * (len(names) > 2)
     return f"several stages use {named}, whose uses one process does not tell apart where it computes again"
-
-
-def _same(found: Tensor, expected: Tensor) -> bool:
-    same_nans = torch.equal(found.isnan(), expected.isnan())
-    return torch.equal(found, expected) or (same_nans and _difference(found, expected)[0] == 0)
 
 
 def _difference(found: Tensor, expected: Tensor) -> tuple[float, float]:
