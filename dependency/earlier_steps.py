@@ -109,14 +109,14 @@ def weight_copies(spec: Declared, stage: int) -> int:
     return most
 
 
-def worker_staleness(spec: Declared, worker: int) -> int:
-    """Return the largest staleness of a worker's stages, in updates."""
-    return max((staleness(spec, stage) for stage, _ in spec.hosted(worker)), default=0)
+def held_copies(spec: Declared, stage: int, route: int) -> int:
+    """Return the copies of a stage's weights on a route, with an elastic average's reference."""
+    return weight_copies(spec, stage) + (route == 0 and spec.averaging_pull > 0)
 
 
-def worker_weight_copies(spec: Declared, worker: int) -> int:
-    """Return the copies of weights on a worker, in shares of 1/P of the model: replicas, versions and a reference."""
-    held = sum(
-        weight_copies(spec, stage) + (route == 0 and spec.averaging_pull > 0) for stage, route in spec.hosted(worker)
-    )
-    return -(-held * spec.num_workers // spec.num_stages)
+def lateness(spec: Declared) -> tuple[list[int], list[int]]:
+    """Return, by worker, the largest staleness in updates, and the copies of weights in shares of 1/P of the model."""
+    hosted = [spec.hosted(worker) for worker in range(spec.num_workers)]
+    copies = [sum(held_copies(spec, *each) for each in own) for own in hosted]
+    late = [max((staleness(spec, stage) for stage, _ in own), default=0) for own in hosted]
+    return late, [-(-held * spec.num_workers // spec.num_stages) for held in copies]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..dependency import ConfigError
-from ..system.files import read_file
+from ..system.files import process_stat, read_file
 
 #: environment variable: this run's folder; `off`: keep no boards
 FOLDER = "RPC_PIPE_BOARDS"
@@ -156,7 +156,7 @@ def in_use(path: Path) -> bool:
 def identity() -> str:
     """Return a unique name of this process: process id, start time, pid namespace."""
     process = os.getpid()
-    return f"{process}/{_stat(process)[19]}/{os.readlink('/proc/self/ns/pid')}"
+    return f"{process}/{process_stat(process)[19]}/{os.readlink('/proc/self/ns/pid')}"
 
 
 def core_time(process: str) -> tuple[int, int] | None:
@@ -181,14 +181,9 @@ def state_of(process: str) -> str:
     if number.isdecimal() and namespace != os.readlink("/proc/self/ns/pid"):
         return "?"
     with suppress(OSError, ValueError):  # it has gone; or its name was cut off where the memory was full
-        fields = _stat(int(number))
+        fields = process_stat(int(number))
         return fields[0] if fields[19] == started else ""
     return ""
-
-
-def _stat(process: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the third, the state, on."""
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
 
 
 class Ending(NamedTuple):

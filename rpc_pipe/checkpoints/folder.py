@@ -187,19 +187,14 @@ def starter() -> str:
     process = os.getppid()
     with suppress(OSError, IndexError, ValueError):
         while process > 1 and any(word.startswith(_OF_WORKERS) for word in _environment(process)):
-            process = int(_stat(process)[1])  # a shell between the two
+            process = int(files.process_stat(process)[1])  # a shell between the two
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {process} {_stat(process)[19]}"
+        return f"{boot} {process} {files.process_stat(process)[19]}"
     return f"{socket.gethostname()} {process}"
 
 
 def _environment(process: int) -> list[bytes]:
     return Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-
-
-def _stat(process: int) -> list[str]:
-    """Return the fields of proc(5)'s stat from the third, the state, on."""
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
 
 
 def hold(folder: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from ..dependency import Action, ConfigError, G, Kind, Spec
 from ..dependency.declared import with_parallelism
 from ..dependency.decoding import Decoding
-from ..dependency.earlier_steps import worker_staleness, worker_weight_copies
+from ..dependency.earlier_steps import lateness
 from ..drawing.chrome import write_chrome
 from ..drawing.svg import Picture, draw_page, draw_svg
 from ..drawing.timeline import draw, row_names
@@ -246,8 +246,8 @@ def _refuse_idle(links: Mapping[tuple[int, int], Link], result: Priced | Simulat
 
 
 def _report(schedule: str, result: Priced | Simulation, with_actions: bool) -> dict[str, Any]:
-    spec = result.spec
-    orders = {}
+    spec, orders = result.spec, {}
+    late, copies = lateness(spec)
     if with_actions and isinstance(result, Simulation):
         orders = {"orders": [[*map(str, order)] for order in result.orders()]}
     return {
@@ -259,8 +259,8 @@ def _report(schedule: str, result: Priced | Simulation, with_actions: bool) -> d
         **(with_parallelism(None, **asdict(spec.parallelism)) or {}),
         **{name: getattr(result, name) for name in _FIGURES},
         "synchronous": spec.synchronous,
-        "staleness": [worker_staleness(spec, worker) for worker in range(spec.num_workers)],
-        "weight_copies": [worker_weight_copies(spec, worker) for worker in range(spec.num_workers)],
+        "staleness": late,
+        "weight_copies": copies,
         "actions": result.num_actions,
         **orders,
     }

@@ -23,7 +23,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from ..dependency import Kind, Spec
 from ..planning.span import Span, Wait, critical_path, most_held
-from .timeline import held_stages, idle, index_text, summarize, tell
+from .timeline import held_stages, idle, index_text, shortest_of, summarize, tell
 
 #: width of the plot in pixels: wide enough for the labels of the shortest cells, within these bounds
 _NARROWEST, _WIDEST = 640, 1280
@@ -121,7 +121,7 @@ class _Layout:
         self.longest = max((len(_label(span, spec)) for span in spans), default=1)
         #: left edge and width of the plot, and upper edge of the first row
         self.left = _MARGIN + max((_width(name, min(12.0, self.pitch)) for name in self.names), default=0.0) + 6
-        shortest = min((span.end - span.start for span in spans if span.end > span.start), default=1.0)
+        shortest = shortest_of(spans)
         #: from where to where the axis is cut; the length is that of the rest
         self.cut = self.length, self.length
         if picture.ends and self.length > _MOST_COLUMNS * shortest:

@@ -126,13 +126,14 @@ def draw(
             picture.append(f"worker {numbers[worker] if numbers else worker} ".ljust(label), style="bold")
             picture.append_text(_line(own, names, held[worker], first, last, scale))
             picture.append("\n")
-    if most_lines and len(rows) == 1 and scale * _shortest(spans) < longest + several:
+    if most_lines and len(rows) == 1 and scale * shortest_of(spans) < longest + several:
         picture.append("cells are too small for names: a wider terminal, --svg or --html shows them", style="dim")
     picture.rstrip()
     return picture
 
 
-def _shortest(spans: Sequence[Span]) -> float:
+def shortest_of(spans: Sequence[Span]) -> float:
+    """Return the time of the shortest span that takes some; 1.0 if none does."""
     return min((span.end - span.start for span in spans if span.end > span.start), default=1.0)
 
 
@@ -146,7 +147,7 @@ def _scale(
         most_rows: of more rows the first and the last are drawn.
     """
     first, last = min(span.start for span in spans), max(span.end for span in spans)
-    shortest = _shortest(spans)
+    shortest = shortest_of(spans)
     cell = min(usual, columns * shortest / max(last - first, 1e-12))
     cell = math.floor(cell) if cell >= 1 else cell  # equal times get equal columns
     units = math.ceil((last - first) / shortest * (1 - 1e-9))

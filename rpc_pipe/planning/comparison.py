@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ..dependency import Action, B, ConfigError, F, I, Kind, Order, PipeError, R, Spec, W
 from ..dependency.declared import REPLICAS
-from ..dependency.earlier_steps import worker_staleness, worker_weight_copies
+from ..dependency.earlier_steps import lateness
 from ..model.sharding import cut
 from ..system.sizes import format_bytes
 from .footprint import Size, copy_time, peak_bytes, weight_bytes
@@ -226,7 +226,7 @@ def _cost(spec: Spec, stages: Sequence[LayerCost], attention: float, by: Cost, c
 
 def _priced(row: Row, spec: Spec, lengths: Sequence[float], sizes: Sequence[Size], cost: Cost, run: Any) -> Row:
     """Return the row of a schedule with its costs; with memory if there are `sizes`."""
-    workers, memory = range(spec.num_workers), tuple[float, ...]()
+    (late, copies), memory = lateness(spec), tuple[float, ...]()
     further = price(spec, cost, steps=_STEPS, **run).step_time
     result: Priced | Simulation
     if sizes:
@@ -238,8 +238,7 @@ def _priced(row: Row, spec: Spec, lengths: Sequence[float], sizes: Sequence[Size
         row, order=result.order, makespan=result.makespan, step_time=further, bubble=result.bubble,
         peak_activations=max(result.peak_activations) * spec.num_workers / spec.num_stages,
         peak_memory=max(memory, default=None), memory_by_worker=memory, messages=result.messages,
-        synchronous=spec.synchronous, staleness=[worker_staleness(spec, worker) for worker in workers],
-        weight_copies=[worker_weight_copies(spec, worker) for worker in workers],
+        synchronous=spec.synchronous, staleness=late, weight_copies=copies,
         weight_bytes=weight_bytes(spec, sizes) if sizes else None,
     )  # fmt: skip
 
@@ -282,7 +281,5 @@ def describe_staleness(spec: Spec) -> list[str]:
     """Return a line on the staleness and weight copies of an asynchronous schedule; none of a synchronous one."""
     if spec.synchronous:
         return []
-    workers = range(spec.num_workers)
-    late = ", ".join(str(worker_staleness(spec, worker)) for worker in workers)
-    copies = ", ".join(str(worker_weight_copies(spec, worker)) for worker in workers)
+    late, copies = (", ".join(map(str, counts)) for counts in lateness(spec))
     return [f"asynchronous: gradients are up to {late} updates late by worker; copies of the weights {copies}"]

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from ..dependency import Action, B, F, G, I, Kind, P, R, S, Spec, W
 from ..dependency.action import BUILT_IN
-from ..dependency.earlier_steps import weight_copies
+from ..dependency.earlier_steps import held_copies
 from ..dependency.memory import loaded
 from .simulator import Simulation
 from .span import Span
@@ -161,11 +161,8 @@ def _working(action: Action, size: Size) -> float:
 
 def weight_bytes(spec: Spec, sizes: Sequence[Size]) -> list[float]:
     """Return each worker's bytes of weights: of all replicas and versions, and of an elastic average's reference."""
-
-    def held(stage: int, route: int) -> float:
-        return (weight_copies(spec, stage) + (route == 0 and spec.averaging_pull > 0)) * sizes[stage].weights
-
-    return [sum(held(*each) for each in spec.hosted(worker)) for worker in range(spec.num_workers)]
+    hosted = [spec.hosted(worker) for worker in range(spec.num_workers)]
+    return [sum(held_copies(spec, *each) * sizes[each[0]].weights for each in own) for own in hosted]
 
 
 def moved_bytes(kind: Kind, size: Size) -> float:

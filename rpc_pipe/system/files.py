@@ -101,3 +101,12 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def process_stat(process: int) -> list[str]:
+    """Return the fields of /proc/PID/stat (proc(5)) from the third, the state, on.
+
+    Raises:
+        OSError: the process has ended.
+    """
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
