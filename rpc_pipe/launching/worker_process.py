@@ -193,12 +193,6 @@ def _prune(root: Path) -> None:
 PATIENCE_S = 0.3
 
 
-class _Line:
-    def __init__(self, text: str) -> None:
-        self.text, self.since = text, time.monotonic()
-        self.workers: list[int] = []
-
-
 class Printed:
     """Shows the lines of each worker in its order, and a line of all workers alike once.
 
@@ -209,28 +203,29 @@ class Printed:
 
     def __init__(self, workers: Collection[int], show: Callable[[list[int], str], None]) -> None:
         self._workers, self._show = set(workers), show
-        self._waiting: deque[_Line] = deque()
+        #: lines, each with the time of its first print and the workers that have printed it
+        self._waiting: deque[tuple[str, float, list[int]]] = deque()
 
     def add(self, worker: int, text: str) -> None:
         """Take a line; it is shown by a later `show` at the latest."""
         if worker not in self._workers:
             return
-        same = None
-        for line in self._waiting:
-            if worker in line.workers:  # the worker has printed this line, so its new one is later
+        same: list[int] | None = None
+        for line, _, workers in self._waiting:
+            if worker in workers:  # the worker has printed this line, so its new one is later
                 same = None
-            elif same is None and line.text == text:
-                same = line
+            elif same is None and line == text:
+                same = workers
         if same is None:
-            same = _Line(text)
-            self._waiting.append(same)
-        same.workers.append(worker)
+            self._waiting.append((text, time.monotonic(), same := []))
+        same.append(worker)
         self.show(PATIENCE_S)
 
     def show(self, patience_s: float = 0.0) -> None:
         """Show the first lines that all workers have printed, or that have waited for `patience_s`."""
         while self._waiting:
-            first = self._waiting[0]
-            if len(first.workers) < len(self._workers) and time.monotonic() < first.since + patience_s:
+            text, since, workers = self._waiting[0]
+            if len(workers) < len(self._workers) and time.monotonic() < since + patience_s:
                 return
-            self._show(first.workers, self._waiting.popleft().text)
+            self._waiting.popleft()
+            self._show(workers, text)
