@@ -233,6 +233,15 @@ class BoardWriter(Listener):
         self.write_out()
         self._write(State.LEFT, 0)
 
+    def renew(self, header: dict[str, Any], row: Callable[[int], int]) -> None:
+        """Begin anew without the steps of before; `row`: returns the place of a worker in records."""
+        self.write_out()
+        self.header = header | {name: self.header[name] for name in ("started", "clock_ns")}
+        self._row, self._steps, self._program, self._most_listed = row, {}, {}, 0
+        with suppress(OSError):  # training does not depend on being watched
+            self._begin()
+        self._list(header["microbatches"])
+
     def detach(self) -> None:
         """Give up the file to another board; its pipeline may live on until Python collects it."""
         self.path, self._file, self._head = None, None, bytearray(self._head)

@@ -176,9 +176,12 @@ def _keep(training: Watchable, folder: Path | None) -> None:
                 _keep_mirror(folder)
 
 
-def boards() -> tuple[Watchable | None, dict[int, BoardWriter]]:
-    """Return the latest pipeline, and the boards of its workers by process."""
-    return None if _recorded is None else _recorded(), _boards
+def renew(epoch: int) -> None:
+    """Begin the boards of this process anew for an epoch of an elastic job, without the steps of before."""
+    training: Watchable = None if _recorded is None else _recorded()
+    for actor in () if training is None else training.actors:
+        board, row = _boards[actor.carrier.plane.rank(actor.worker)], list(training.spec.workers).index
+        board.renew(header_of(training, actor, epoch), row)
 
 
 def collect() -> View:

@@ -20,6 +20,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
+from ..boards.own_boards import renew
 from ..checkpoints.newcomer import Journal, Repetition
 from ..dependency import EpochEnds, PeerLost, PipeError, StageLost, Stalled, ends_epoch
 from ..launching import epochs
@@ -284,7 +285,7 @@ class Recovery:
         self.accumulated.compute(actor, lambda batch: session.inputs_now(batch, actor, train=True))
         session.process = 0 if actor.worker == min(session.spec.workers) else actor.worker
         self._heir.refuse_changing()
-        epochs.show(epoch.number)
+        renew(epoch.number)
         if session.process == 0:
             link.tell(kind=epochs.RESUMED, step=actor.step + 1)
 

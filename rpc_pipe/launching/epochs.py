@@ -23,10 +23,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..boards.own_boards import boards, header_of
 from ..dependency import EpochEnds, PipeError
 from . import STOP
 from .shape_changes import ShapeChanges
@@ -379,18 +377,3 @@ def refuse_old(number: int) -> None:
     """Raise EpochEnds if the launcher has begun another epoch than `number`."""
     if _newest > number:
         raise EpochEnds(f"epoch {number} ends before its workers have met")
-
-
-def show(epoch: int) -> None:
-    """Begin the boards of this process anew, without the steps of before."""
-    training, written = boards()
-    for actor in () if training is None else training.actors:
-        assert training is not None
-        board, header = written[actor.carrier.plane.rank(actor.worker)], header_of(training, actor, epoch)
-        board.write_out()
-        board.header = header | {name: board.header[name] for name in ("started", "clock_ns")}
-        board._row = list(training.spec.workers).index
-        board._steps, board._program, board._most_listed = {}, {}, 0
-        with suppress(OSError):  # training does not depend on being watched
-            board._begin()
-        board._list(header["microbatches"])
