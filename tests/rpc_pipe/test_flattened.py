@@ -1,5 +1,6 @@
 """Checkpoints of tensors that consist of plain ones, such as an optimizer's moments of 8 bits."""
 
+import copy
 import sys
 from functools import partial
 
@@ -57,6 +58,7 @@ class Small(torch.optim.SGD):
 
 
 SMALL = partial(Small, lr=0.1)
+SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 def pipeline(optimizer=SMALL, **options):
@@ -143,3 +145,41 @@ def test_an_optimizer_that_finds_its_rate_has_none():
             optimizer.param_groups[0]["lr"] = None
         pipe.step(BATCH)
         assert pipe.learning_rate is None
+
+
+class Quantized(nn.Module):
+    """A frozen weight that has hardly an operation, as torchao's under LoRA."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(Scaled.of(torch.randn(8, 8)), requires_grad=False)
+        self.beside = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.beside(x) + x @ (self.weight.codes * self.weight.scale)
+
+
+@pytest.mark.parametrize("how", [{"num_workers": 2, "schedule": "zb-v"}, {"num_workers": 2, "replicas": 2}])
+def test_frozen_weights_that_consist_of_plain_ones_stand_beside_trained_ones(how):
+    """The first forward ended in an error of torch about `aten.view`, as it samples all weights."""
+    torch.manual_seed(1)
+    model = nn.Sequential(*[Quantized() for _ in range(4)])
+    plain = copy.deepcopy(model)
+    with Pipeline(
+        model, nn.functional.cross_entropy, training=Training(SGD), num_microbatches=2, transport="local", **how
+    ) as pipe:
+        losses = [pipe.step(BATCH) for _ in range(2)]
+        trained = dict(model.named_parameters())
+        optimizer = SGD([p for p in plain.parameters() if p.requires_grad])
+        for found in losses:
+            parts = [
+                nn.functional.cross_entropy(plain(x), y) / 2 for x, y in zip(*(t.chunk(2) for t in BATCH), strict=True)
+            ]
+            for part in parts:
+                part.backward()
+            assert found == sum(part.item() for part in parts)
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter in plain.named_parameters():
+        if parameter.requires_grad:
+            assert torch.equal(parameter, trained[name])

@@ -65,7 +65,9 @@ def digest(tensors: Iterable[Tensor]) -> int:
     """Return a number that differs, almost surely, where values drawn at random do. On a device they count as 0."""
     value = 0
     for tensor in tensors:
-        if _is_here(tensor):
+        if hasattr(tensor, "__tensor_flatten__"):
+            value = zlib.crc32(digest(_parts(tensor)).to_bytes(4, "little"), value)
+        elif _is_here(tensor):
             value = _digest(tensor, value)
     return value
 
@@ -81,8 +83,16 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 def sample(tensor: Tensor) -> Tensor:
     """Return numbers sampled from all over a tensor, to compare it with an earlier state. On its device."""
-    flat = local(tensor).detach().flatten()
+    tensor = local(tensor).detach()
+    if hasattr(tensor, "__tensor_flatten__"):  # quantized: it has few operations
+        return torch.cat([sample(part).double() for part in _parts(tensor)])
+    flat = tensor.flatten()
     return flat[:: 1 + len(flat) // _NUM_COMPARED]
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that a tensor of a wrapping class consists of."""
+    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
 
 
 def _is_here(tensor: Tensor) -> bool:
