@@ -200,3 +200,15 @@ def test_a_change_in_place_is_said_not_computed_with():
         middle += 1
     with refused("tensor"):
         backward_inputs([y], [torch.ones_like(y)], [x], saved)[1].run()
+
+
+def test_inputs_of_a_class_of_their_own_get_their_gradients():
+    """A view of such an input has more nodes: it was taken for no input, and stages before trained by no gradient."""
+    module, saved = nn.Linear(4, 4), Saved()
+    x = torch.randn(2, 4).as_subclass(type("Image", (torch.Tensor,), {})).requires_grad_()
+    with saved.hooks():
+        output = module(x)
+    found, later = backward_inputs([output], [torch.ones(2, 4)], [x], saved)
+    later.run()
+    assert torch.equal(found[0], torch.ones(2, 4) @ module.weight)
+    assert torch.equal(module.bias.grad, torch.full((4,), 2.0))
