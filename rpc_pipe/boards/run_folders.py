@@ -159,17 +159,6 @@ def identity() -> str:
     return f"{process}/{process_stat(process)[19]}/{os.readlink('/proc/self/ns/pid')}"
 
 
-def core_time(process: str) -> tuple[int, int] | None:
-    """Return the time of a process of this host, and the part that it waited for a core, in ns.
-
-    None: the kernel does not measure it (proc(5), schedstat), or the process has ended.
-    """
-    with suppress(OSError, ValueError, IndexError):
-        waited = int(Path("/proc", process.partition("/")[0], "schedstat").read_text().split()[1])
-        return time.monotonic_ns(), waited
-    return None
-
-
 def alive(process: str) -> bool:
     """Return whether a process lives; True for one in another container, which cannot be looked up."""
     return state_of(process) not in ("", "Z", "X")

@@ -7,13 +7,13 @@ import socket
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from ..workers.hooks import StepRecord
-from . import run_folders
 from .board import Live, State
 from .run_boards import RunBoards, RunUpdate, in_collective
 from .stall_report import behind, duration, roll_call, running, waiting_chain
@@ -69,6 +69,17 @@ _LEAST_NS = 5 * 10**8
 _MORE_BETWEEN = 6
 #: a step is reported as slow above this multiple of the usual time, and this many ms more
 _SLOW_STEP, _SLOWER_MS = 2.0, 50.0
+
+
+def _core_time(process: str) -> tuple[int, int] | None:
+    """Return the time of a process of this host, and the part that it waited for a core, in ns.
+
+    None: the kernel does not measure it (proc(5), schedstat), or the process has ended.
+    """
+    with suppress(OSError, ValueError, IndexError):
+        waited = int(Path("/proc", process.partition("/")[0], "schedstat").read_text().split()[1])
+        return time.monotonic_ns(), waited
+    return None
 
 
 class View:
@@ -148,7 +159,7 @@ class View:
             self.note("some steps are left out: they come too fast, or are too large", warning=True)
         for rank, found in self.headers.items() if self._steps else ():
             is_here = found["host"] == socket.gethostname() and "clock_error_ms" not in found
-            if is_here and (core_time := run_folders.core_time(found["process"])) is not None:
+            if is_here and (core_time := _core_time(found["process"])) is not None:
                 self._core_times[rank] = self._core_times.get(rank, (core_time, core_time))[0], core_time
         self._watch_for_stall()
 

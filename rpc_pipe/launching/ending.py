@@ -62,19 +62,17 @@ def _end_when_broken(number: int) -> None:
 def prepare(worker: int, summarise: Summarise | None) -> None:
     """Prepare the end of a worker of a job, with a summary unless a launcher prints one."""
     if summarise is not None:
-        _end_with_a_sentence(worker, summarise)
+        # Exit functions run in reverse order: this one before the carrier's.
+        _once_at_exit(_end, worker, summarise)
     if not link.present():
         heed(_STOPS, _stop_on_signal)
 
 
-@cache
-def _end_with_a_sentence(worker: int, summarise: Summarise) -> None:
-    """Without a launcher, let worker 0 report the summary at its process's end; other workers stay until then."""
-    # Exit functions run in reverse order: this one before the carrier's.
-    at_exit(_end, worker, summarise)
+_once_at_exit = cache(at_exit)
 
 
 def _end(worker: int, summarise: Summarise) -> None:
+    """Without a launcher, let worker 0 report the summary; other workers stay until then."""
     end_calls()  # `sys.exit` may end one worker while other workers continue
     if link.present():
         return  # it has the boards of all workers, and prints the summary

@@ -182,7 +182,7 @@ def join(place: MeetingPlace, cancelled: Callable[[], None] | None = None) -> Ca
         raise NotMet(f"worker {job.worker} could not meet {others}: {error}") from error
     follow_carrier(carrier)
     _carriers[place] = carrier, to_others
-    _leave_at_exit()
+    _once_at_exit(_leave_all)
     if cancelled is None:
         link.tell(kind="joined")
     return carrier
@@ -206,9 +206,7 @@ def _close(place: MeetingPlace) -> None:
         link.tell(kind="text", text=text)
 
 
-@cache
-def _leave_at_exit() -> None:
-    at_exit(_leave_all)
+_once_at_exit = cache(at_exit)
 
 
 def _leave_all() -> None:
