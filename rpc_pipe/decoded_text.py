@@ -6,7 +6,7 @@ On every stage transformers prepares each group: cache, masks, logits processors
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,8 @@ class Text:
             raise ConfigError(f"generate: {first_sentence(error)}") from error
         if not hasattr(self, "ids"):
             raise ConfigError(f"generate: {type(model).__name__} has a generate of its own; let it call transformers'")
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise ConfigError("generate: an adapter that learns prompts is not done in stages; take another")
         self._refuse()
         #: number of new tokens
         self.most = self._criteria.max_length - self.ids.shape[1]
@@ -75,7 +77,7 @@ class Text:
         if not layers <= {"DynamicLayer", "DynamicSlidingWindowLayer"} or getattr(cache, "offloading", False):
             raise ConfigError(
                 f"generate: cache of {', '.join(layers)}: stages keep keys and values alone, in dynamic layers; "
-                "leave cache_implementation out, or take a model of attention alone"
+                "leave cache_implementation out, or take a model whose layers all have their own"
             )
         if any(not hasattr(each, "max_length") for each in self._criteria) and config._pad_token_tensor is None:
             raise ConfigError("generate: pad_token_id is needed, to fill rows behind texts that end early")
@@ -87,6 +89,24 @@ class Text:
         most, length = getattr(self.model.config, "max_position_embeddings", None), self._criteria.max_length
         if most is not None and length > most:
             raise ConfigError(f"generate: {length} tokens with the prompt: there are {most} positions; take fewer")
+
+    def refuse_lengths(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse groups whose longest rows differ, where all positions depend on the longest row of a batch.
+
+        Raises:
+            ConfigError: they do.
+        """
+        rope = getattr(self.model.config, "rope_parameters", None) or {}
+        if rope.get("rope_type") != "longrope" or len(groups) == 1:
+            return
+        pad = -1 if self.pad is None else self.pad
+        masks = [group.get("attention_mask", group["input_ids"].ne(pad)) for group in groups]
+        longest = {int(mask.sum(1).max()) for mask in masks}
+        if len(longest) > 1 and self._criteria.max_length > rope["original_max_position_embeddings"]:
+            raise ConfigError(
+                f"generate: prompts: longrope scales all positions by the longest of a batch, and groups have "
+                f"{min(longest)} to {max(longest)} tokens; take num_microbatches=1, or prompts of one length"
+            )
 
     @property
     def _cache(self) -> Any:
@@ -113,6 +133,8 @@ class Text:
         if self._whole is None or not self._round:
             told = {"next_sequence_length": None if self._is_first else 1, "is_first_iteration": self._is_first}
             found = {**self.model.prepare_inputs_for_generation(self.ids, **told, **self._inputs), "return_dict": True}
+            if self._is_first:  # some leave out an empty one, as Phi-3 for long prompts
+                found |= {name: self._inputs[name] for name in CACHES if name in self._inputs}
             self._round = {} if self._is_first else found
             return found
         length = self.ids.shape[1]

@@ -83,7 +83,8 @@ class Decoder:
                     rows = range(ends[number], ends[number + 1])
                     self.texts[stage, number] = Text(slice.module, actor.backend.load(fields), options, rows)
         #: number of new tokens, which a worker without a group learns by the first one
-        self.most = next(iter(self.texts.values())).most
+        self.most = (text := next(iter(self.texts.values()))).most
+        text.refuse_lengths(groups)
 
     def __call__(self, ctx: ActionContext) -> Payload | None:
         """Run a round of a group on a stage; an empty payload: its texts have ended."""

@@ -183,6 +183,29 @@ def test_it_takes_what_transformers_takes_or_says_so():
             pipe.generate(INPUTS, **options)
 
 
+def test_positions_that_depend_on_the_longest_row_of_a_batch():
+    """A shorter group was scaled otherwise, in silence; prompts beyond the short scale ended in an error of torch."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    torch.manual_seed(0)
+    scale = {"original_max_position_embeddings": 7}
+    config = transformers.Phi3Config(**SIZES, **scale, rope_parameters={**rope, **scale}, pad_token_id=0)
+    plain = transformers.Phi3ForCausalLM(config).eval()
+    pipe = Pipeline(plain, num_microbatches=3, num_workers=2)
+    want = plain.generate(PROMPTS[:1], max_new_tokens=6, do_sample=False)
+    assert torch.equal(pipe.generate(PROMPTS[:1], 6, do_sample=False), want)
+    with refused("generate"):
+        pipe.generate(INPUTS, 6)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, by peft
+def test_adapters_that_learn_prompts_are_refused():
+    """Tokens were those of the model without its adapter, as peft puts prompts in while its own `generate` runs."""
+    peft = pytest.importorskip("peft")
+    tuned = peft.get_peft_model(model(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with refused("generate"):
+        Pipeline(tuned, num_microbatches=3, num_workers=1).generate(INPUTS, 4)
+
+
 class Loops(transformers.LlamaForCausalLM):
     """Decodes by a loop of its own."""
 
