@@ -42,10 +42,12 @@ class Text:
             self.model: Any = model
             self.ids, self._processors, self._criteria = input_ids, logits_processor, stopping_criteria
             self._config, self._inputs = given.pop("generation_config"), given
+            during.update(_attributes(asked))
             return input_ids
 
         if allowed := options.get("prefix_allowed_tokens_fn"):  # called with the number of a row among all
             options = {**options, "prefix_allowed_tokens_fn": lambda row, ids: allowed(self.rows[row], ids)}
+        asked, during = model, dict[Any, Any]()
         try:
             model.generate(**fields, **options, custom_generate=prepared)
         except (AttributeError, ImportError, TypeError, ValueError) as error:
@@ -54,6 +56,11 @@ class Text:
             raise ConfigError(f"generate: {type(model).__name__} has a generate of its own; let it call transformers'")
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise ConfigError("generate: an adapter that learns prompts is not done in stages; take another")
+        if during != _attributes(model):
+            raise ConfigError(
+                f"generate: {type(model).__name__}.generate changes the model while it decodes, as for adapter_names; "
+                "leave that out, or change it before"
+            )
         self._refuse()
         #: number of new tokens
         self.most = self._criteria.max_length - self.ids.shape[1]
@@ -197,3 +204,17 @@ class Text:
             generator.manual_seed(int.from_bytes(key, "little") >> 1)
             found.append(torch.multinomial(own, 1, generator=generator))
         return torch.cat(found)
+
+
+def _attributes(model: Any) -> dict[Any, Any]:
+    """Return the hooks and attributes of the modules of a model that has a `generate` of its own, to compare them."""
+    from transformers import GenerationMixin
+
+    if type(model).generate is GenerationMixin.generate:
+        return {}
+    return {
+        (module, name): tuple(value) if isinstance(value, dict) else id(value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name != "prepare_inputs_for_generation"  # peft exchanges it for one that does the same
+    }

@@ -206,6 +206,23 @@ def test_adapters_that_learn_prompts_are_refused():
         Pipeline(tuned, num_microbatches=3, num_workers=1).generate(INPUTS, 4)
 
 
+class Louder(transformers.LlamaForCausalLM):
+    """Doubles a block while transformers decodes, as peft chooses the adapter of each row."""
+
+    def generate(self, *arguments, **options):
+        hook = self.model.layers[1].register_forward_hook(lambda module, given, output: 2 * output)
+        try:
+            return super().generate(*arguments, **options)
+        finally:
+            hook.remove()
+
+
+def test_a_generate_that_changes_the_model_while_it_decodes_is_refused():
+    """Tokens were those of the model as it was before and after: rounds run when that `generate` has returned."""
+    with refused("generate"):
+        Pipeline(Louder(transformers.LlamaConfig(**SIZES, pad_token_id=0)), num_microbatches=3).generate(INPUTS, 2)
+
+
 class Loops(transformers.LlamaForCausalLM):
     """Decodes by a loop of its own."""
 
