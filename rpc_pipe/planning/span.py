@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
+from functools import lru_cache
 from math import lcm
 from typing import NamedTuple
 
@@ -107,8 +108,13 @@ def ticks(values: Iterable[float]) -> tuple[int, dict[float, float]] | None:
 
     The product of two decimal numbers is taken as a decimal number: 0.9099999999999999 is 0.91.
     """
-    different = {*values}
-    if len(different) > _DIFFERENT or not all(abs(value) < _MOST for value in different):
+    different = frozenset(values)
+    return None if len(different) > _DIFFERENT else _ticks(different)
+
+
+@lru_cache(16)  # a search for an order simulates the same costs hundreds of times
+def _ticks(different: frozenset[float]) -> tuple[int, dict[float, float]] | None:
+    if not all(abs(value) < _MOST for value in different):
         return None
     exact = {value: Fraction(value).limit_denominator(_FINEST) for value in different}
     scale = lcm(*(each.denominator for each in exact.values()))
