@@ -27,8 +27,8 @@ from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.workers.compute.modules.randomness import Randomness
 
 SYNCHRONOUS = [name for name, cls in SCHEDULES.items() if cls.synchronous]
-#: each model with every sixth schedule, each schedule with every sixth model
-PAIRS = [(name, schedule) for i, name in enumerate(MODELS) for schedule in SYNCHRONOUS[i % 6 :: 6]]
+#: each model with every ninth schedule, each schedule with every ninth model
+PAIRS = [(name, schedule) for i, name in enumerate(MODELS) for schedule in SYNCHRONOUS[i % 9 :: 9]]
 
 
 @pytest.mark.parametrize("name, schedule", PAIRS)
