@@ -23,6 +23,15 @@ class Leaves(nn.Linear):
     def forward(self, x):
         return super().forward(x) if x[0, 0] > 0 else 2 * x
 
+class Viewed(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).view(len(x), 8)
+
+class More(nn.Module):
+    def forward(self, x):
+        x += 1
+        return x
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -56,6 +65,7 @@ cases = {
     "experts apart": ([Experts, Experts], decay, {"schedule": "zb-h1"}),
     "experts or none": ([partial(Leaves, 8, 8), partial(nn.Linear, 8, 8)], decay, {}),
     "experts or none, apart": ([partial(Leaves, 8, 8), partial(nn.Linear, 8, 8)], decay, {"schedule": "zb-h1"}),
+    "experts written": ([partial(Viewed, 8, 8), More, partial(Viewed, 8, 8), More], decay, {}),
     "model": (Model, averaged, {}),
 }
 found = {}
@@ -98,7 +108,8 @@ for members in (2, 1):
 
 def test_members_train_as_one_process_where_rows_or_divided_tensors_decide(tmp_path):
     """Where one member's rows took one expert and another's a second, gradients of one were added to the other. Where
-    one member's rows left out the first layer, others waited for its gathers for ever.
+    one member's rows left out the first layer, others waited for its gathers for ever; a view that the next layer
+    wrote ended backward in an error of torch.
 
     A number read of a norm of a divided tensor was that of a part: of an optimizer's own, or in `pipe.gather`. What a
     forward wrote into a gathered weight was forgotten. Averages of divided weights beside whole ones failed.

@@ -87,12 +87,15 @@ class _Reaches(torch.autograd.Function):
 
 def _post_forward(group: Any, module: nn.Module, inputs: Any, output: Any) -> Any:
     weights = [each.unsharded_param for each in group.fsdp_params if each.sharded_param.requires_grad]
-    if weights and torch.is_grad_enabled():
+    if torch.is_grad_enabled():
         leaves, form = tree_flatten(output)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if not any(tensor.requires_grad for tensor in tensors):
+        # FSDP2 loses its hook of backward where a view is written in place.
+        new = {id(each): each.clone() for each in tensors if each._is_view()}
+        if weights and not any(tensor.requires_grad for tensor in tensors):
             floats, through = filter(Tensor.is_floating_point, tensors), cast(Any, _Reaches.apply)
             new = {id(each): through(each, weights[0]) for each in floats}
+        if new:
             output = tree_unflatten([new.get(id(leaf), leaf) for leaf in leaves], form)
     return type(group).post_forward(group, module, inputs, output)
 
