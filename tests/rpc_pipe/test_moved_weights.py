@@ -8,7 +8,7 @@ from refusals import refused
 from torch import nn
 
 from rpc_pipe import Pipeline, Training
-from rpc_pipe.dependency import PipeError
+from rpc_pipe.dependency import PipeError, WorkerFailure
 
 torch.manual_seed(0)
 BATCH = torch.randn(8, 8), torch.randint(8, (8,))
@@ -64,16 +64,25 @@ AVGPIPE = {"num_workers": 2, "schedule": "avgpipe"}
     [
         lambda pipe: scale(pipe, 0.5),
         of_layers(lambda layer: nn.init.eye_(layer.weight)),
-        of_layers(lambda layer: layer.bias.requires_grad_(False)),
     ],
 )
 def test_a_reference_would_stay(move):
-    """Some changes were evaluated and saved by nobody, others ended the next step in an error of torch."""
+    """Such changes were evaluated and saved by nobody."""
     with pipeline(**AVGPIPE) as pipe:
         pipe.step(BATCH)
         with pytest.raises(PipeError, match="pull"):
             move(pipe)
             pipe.step(BATCH)
+
+
+def test_what_a_reference_has_not_is_not_trained():
+    with pipeline(**AVGPIPE) as pipe:
+        pipe.step(BATCH)
+        of_layers(lambda layer: layer.bias.requires_grad_(False))(pipe)
+        with refused("pull", WorkerFailure):
+            pipe.step(BATCH)
+        of_layers(lambda layer: layer.bias.requires_grad_())(pipe)
+        assert pipe.step(BATCH) > 0, "all is as it was"
 
 
 def test_a_reference_is_loaded_and_has_no_average(tmp_path):

@@ -85,12 +85,13 @@ class VersionStore:
         Args:
             first: the versions of the stage on the first route; all routes share its reference if there is one.
         """
-        before, self._trained = self._trained, self._found()
-        if self.reference is not None and list(map(id, before)) != list(map(id, self._trained)):
+        trained = self._found()
+        if self.reference is not None and list(map(id, trained)) != list(map(id, self._trained)):
             raise ConfigError(
                 f"pull: parameters of stage {self._stage} were frozen or thawed, and the reference of all pipelines "
                 "has the earlier ones: do it before the first step, or take another schedule"
             )
+        self._trained = trained
         if spec.averaging_pull and first.reference is None:
             first.reference = [parameter.detach().clone() for parameter in first._found()]
         self.reference = first.reference
