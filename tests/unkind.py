@@ -86,6 +86,7 @@ MODELS = {
     "weight norm": repeated(unkind_layers.normed(nn.utils.parametrizations.weight_norm)),
     "batch norm": repeated(unkind_layers.batch_norm),
     "frozen": repeated(unkind_layers.frozen, trained),
+    "set anew, read by a hook": repeated(unkind_layers.SetAnew),
 }
 
 

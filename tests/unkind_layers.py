@@ -278,6 +278,21 @@ class Depth(Linear):
         return self.linear(x).tanh() * (0.5 + float(numpy.random.rand()))
 
 
+class SetAnew(Linear):
+    """A hook of gradients reads what this forward has set, in an attribute and in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).tanh()
+        self.scale, self.shift = y.detach().square().mean(), y.detach().mean()
+        if y.requires_grad:
+            y.register_hook(lambda grad: grad * self.scale + self.shift)
+        return y
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()

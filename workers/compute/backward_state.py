@@ -9,16 +9,23 @@ from torch import Tensor, nn
 
 from ...dependency import ConfigError
 from .modules.autocast import forget_casts
-from .modules.module_state import INSIDE, KeptTensor, ModuleState, Place
+from .modules.module_state import INSIDE, KeptAttribute, KeptTensor, ModuleState, Place
 from .modules.randomness import computing
 
 
 @contextmanager
-def put_back(left: Sequence[KeptTensor]) -> Iterator[None]:
+def put_back(left: Sequence[KeptTensor | KeptAttribute]) -> Iterator[None]:
     """Return a context with the tensors that a forward has left; the present ones return."""
     with computing:
-        held = [(value.place, value.tensor if value.place is None else getattr(*value.place, None)) for value in left]
-        now = [KeptTensor.now(tensor, place) for place, tensor in held if isinstance(tensor, Tensor)]
+        now: list[KeptTensor | KeptAttribute] = []
+        for value in left:
+            if isinstance(value, KeptAttribute):
+                if isinstance(attribute := getattr(*value.place, None), Tensor):
+                    now.append(KeptAttribute(value.place, attribute))
+            else:
+                tensor = value.tensor if value.place is None else getattr(*value.place, None)
+                if isinstance(tensor, Tensor):
+                    now.append(KeptTensor.now(tensor, value.place))
         try:
             for value in left:
                 value.put()

@@ -18,7 +18,7 @@ from ..transport.payload import Payload, Tree, distinct_tensors, pack, shapes_in
 from .modules import autocast, borders
 from .modules.batch_norm import Statistics
 from .modules.borders import ForwardArgs, Forwarded, InputGradients
-from .modules.module_state import KeptTensor
+from .modules.module_state import KeptAttribute, KeptTensor
 from .modules.randomness import PythonDraws, Randomness, Seed
 from .modules.torch_internals import run_backward
 from .result import Loss, sum_and_weight
@@ -80,7 +80,7 @@ class Shard:
         #: microbatch -> the forward to recompute, and the state of the modules that it began with
         self._inputs: dict[int, tuple[Callable[[], tuple[Tree, Loss | None]], FirstRun]] = {}
         #: microbatch -> step, state, and the part of its backward that is left for the weights
-        self._deferred: dict[int, tuple[int, list[KeptTensor], WeightBackward]] = {}
+        self._deferred: dict[int, tuple[int, list[KeptTensor | KeptAttribute], WeightBackward]] = {}
         #: if forwards are recomputed
         self.recomputation: Recomputation | None = None
         #: the last step with a forward that was run once more, to compare; None: there is none

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...dependency import ConfigError
 from .modules.autocast import forget_casts
 from .modules.digest import digest, sample
-from .modules.module_state import LOOKS, KeptTensor, ModuleState, Place, Probe
+from .modules.module_state import LOOKS, KeptAttribute, KeptTensor, ModuleState, Place, Probe
 from .modules.randomness import computing
 from .modules.torch_internals import NormBase, local
 from .sequences.slices import Slice
@@ -36,6 +36,8 @@ class StageState:
         self.probe = Probe(slice.modules)
         #: where forwards write buffers and other tensors that modules hold, as far as it is known
         self._places: dict[Place, None] = {}
+        #: attributes that forwards set to other tensors, likewise
+        self._anew: set[Place] = set()
         #: parameters that forwards write, as far as it is known
         self.weights: list[nn.Parameter] = []
         self._before: ModuleState | None = None
@@ -87,7 +89,7 @@ class StageState:
         self._before = self.probe.before()
         self._end_look = self._slice.look and self._slice.look()
 
-    def end(self, again: bool) -> list[KeptTensor]:
+    def end(self, again: bool) -> list[KeptTensor | KeptAttribute]:
         """Record the tensors that the forward has written, and continue with copies; return them, for `shown`.
 
         Args:
@@ -102,7 +104,7 @@ class StageState:
                 self._end_look()
             self._note_written(before, again)
             self.is_looking = self.probe.is_due()
-            self.watches = bool(self._places or self.weights or self.is_looking)
+            self.watches = bool(self._places or self._anew or self.weights or self.is_looking)
         left = list(map(KeptTensor.now, self.weights))
         for place in self._places:
             tensor = getattr(*place, None)
@@ -110,7 +112,8 @@ class StageState:
                 left.append(KeptTensor.now(tensor, place))
         for value in left:
             value.tensor.data = value.data.clone()
-        return left
+        anew = [KeptAttribute(p, tensor) for p in self._anew if isinstance(tensor := getattr(*p, None), Tensor)]
+        return [*left, *anew]
 
     def backward(self, overtaken: bool) -> AbstractContextManager[Any]:
         """Return a context for a backward.
@@ -140,6 +143,8 @@ class StageState:
         ]
         self.weights = list(dict.fromkeys((*self.weights, *changed)))
         self._left |= self.probe.note(before)
+        held = {p for p in self._left if p[0] in own and isinstance(getattr(*p, None), Tensor)}
+        self._anew |= held - {*self._places} - {p for p in held if isinstance(getattr(*p), nn.Parameter)}
         self._weights_before = []
         if again and self.weights:
             shape = tuple(self.weights[0].shape)
@@ -149,7 +154,7 @@ class StageState:
             )
 
 
-def shown(left: Sequence[KeptTensor]) -> AbstractContextManager[Any]:
+def shown(left: Sequence[KeptTensor | KeptAttribute]) -> AbstractContextManager[Any]:
     """Return a context, on this thread alone, with the stage in the state of a forward; the present state returns.
 
     Writes of backward itself, in layers that it runs again, are dropped.

@@ -31,7 +31,7 @@ from ...transport.payload import (
     tensors_of,
     unpack,
 )
-from .module_state import KeptTensor
+from .module_state import KeptAttribute, KeptTensor
 from .torch_internals import no_view
 
 #: most bytes of a tensor that is cheaper to clone than to make a view of
@@ -76,7 +76,7 @@ class Forwarded(NamedTuple):
     #: the needs of a split backward, a `Saved`, or None
     saved: Any
     #: the state of the stage's modules behind the forward, if forwards write it
-    left: list[KeptTensor]
+    left: list[KeptTensor | KeptAttribute]
 
 
 class WithViews(NamedTuple):

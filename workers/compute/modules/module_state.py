@@ -207,6 +207,17 @@ class KeptTensor(NamedTuple):
             setattr(*self.place, self.tensor)
 
 
+class KeptAttribute(NamedTuple):
+    """A tensor that a forward has set anew as an attribute; its numbers are its own."""
+
+    place: Place
+    tensor: Tensor
+
+    def put(self) -> None:
+        """Let the module have the tensor."""
+        setattr(*self.place, self.tensor)
+
+
 def may_count(module: nn.Module) -> bool:
     """Return whether a forward may write attributes of a module: torch's modules without hooks do not."""
     if isinstance(module, torch.jit.ScriptModule) or module._forward_hooks or module._forward_pre_hooks:
