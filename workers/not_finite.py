@@ -41,10 +41,22 @@ def report(worker: Context, step: Step, result: Result) -> None:
         logger.warning("step %d: the loss is %s", number, loss)
 
 
-def report_unequal(worker: Context, step: Step) -> None:
-    """Warn if means over labels count by rows, and microbatches have other shares of the labels than of the rows."""
+def report_weights(worker: Context, step: Step, result: Result) -> None:
+    """Warn if means over labels count by rows, and microbatches have other shares of the labels than of the rows.
+
+    Also warn if weights of sums are no counts: many loops return (loss, accuracy).
+    """
     data, spec = step.batch.data, step.batch.spec
-    if worker.worker != spec.place(spec.last_stage, 0) or sum(data.shares) > 1.5:
+    if worker.worker != spec.place(spec.last_stage, 0):
+        return
+    if result.summed:
+        if result.divisor < len(data.shares) < data.rows:
+            logger.warning(
+                "loss_fn: a pair is (sum, weight), and the weights of %d rows add up to %g: return the loss alone if "
+                "the second number is a metric, such as an accuracy", data.rows, result.divisor,
+            )  # fmt: skip
+        return
+    if sum(data.shares) > 1.5:
         return
     sides = zip(data.inputs, data.targets or (), strict=True)
     counts = [sum(int((each != IGNORED).sum()) for each in _labels(side) if not each.is_meta) for side in sides]

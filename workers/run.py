@@ -302,10 +302,10 @@ class Stream:
             from .not_finite import report
 
             report(self._worker, step, step.tally.result)
-        elif step.batch.train and step.ordinal == 1 and not step.tally.result.summed and _ignores(step.batch.data):
-            from .not_finite import report_unequal
+        elif step.batch.train and step.ordinal == 1 and (step.tally.result.summed or _ignores(step.batch.data)):
+            from .not_finite import report_weights
 
-            report_unequal(self._worker, step)
+            report_weights(self._worker, step, step.tally.result)
         return step.tally.result
 
     def _confirm(self, step: Step) -> None:

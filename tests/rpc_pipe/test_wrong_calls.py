@@ -260,6 +260,20 @@ def test_means_over_unequal_numbers_of_labels_get_one_line(left_out, lines, capl
     assert sum("-100" in line for line in caplog.messages) == lines
 
 
+@pytest.mark.parametrize(("second", "lines"), [("accuracy", 1), ("rows", 0), ("one", 0)])
+def test_a_metric_beside_the_loss_is_told_from_a_weight(second, lines, caplog):
+    """A loop that returns (loss, accuracy) trained on the mean of losses divided by the accuracy, in silence."""
+
+    def loss(output, target):
+        metrics = {"accuracy": (output.argmax(-1) == target).float().mean(), "rows": len(target), "one": 1}
+        return nn.functional.cross_entropy(output, target), metrics[second]
+
+    pipe = pipeline(loss=loss, num_workers=2, num_microbatches=2)
+    for _ in range(2):
+        pipe.step((X, Y))
+    assert sum("(sum, weight)" in line for line in caplog.messages) == lines
+
+
 def test_a_metric_of_all_rows_is_not_taken_for_a_mean():
     """A macro accuracy of three microbatches was averaged: 0.29 for 0.20."""
     metric = pytest.importorskip("torchmetrics.classification").MulticlassF1Score(3)
