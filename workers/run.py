@@ -231,8 +231,10 @@ class Stream:
             ctx = ActionContext(worker, step, task)
             payload = ctx.run() if task.around else task.handler(ctx)
         except Exception as error:
-            if not self._may_be_wrong(step):
+            before = next(iter(self._steps.values()))
+            if before is step or not before.batch.reductions.validated:
                 raise
+            # Its weights may be undone.
             step.end.failure, step.end.failed = error, task.name  # it counts if the step before stands
             worker.running = ""
             return
@@ -241,11 +243,6 @@ class Stream:
         step.forwards_left -= action.kind.way == 1
         self._finish(step, action, payload)
         worker.running, worker.given = "", None
-
-    def _may_be_wrong(self, step: Step) -> bool:
-        """Return whether a step uses weights that may be undone."""
-        before = next(iter(self._steps.values()))
-        return before is not step and before.batch.reductions.validated
 
     def _finish(self, step: Step, action: Action, payload: Payload | None) -> None:
         task = step.tasks[action]
@@ -363,7 +360,5 @@ def _copier(worker: int) -> ThreadPoolExecutor:
 
 def _ignores(data: StepData) -> bool:
     """Return whether some labels of a batch are to be left out."""
-    given = tensors_of([data.inputs, data.targets])
-    return any(
-        tensor.dtype == torch.int64 and not tensor.is_meta and bool((tensor == IGNORED).any()) for tensor in given
-    )
+    given = (each for each in tensors_of([data.inputs, data.targets]) if each.dtype == torch.int64)
+    return any(not each.is_meta and bool((each == IGNORED).any()) for each in given)

@@ -6,7 +6,6 @@ One socket carries the launcher's orders and the worker's messages; its end mean
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 import threading
@@ -17,8 +16,6 @@ from typing import Any
 from weakref import ref
 
 from ..boards.own_boards import Watchable, tell_failure
-
-logger = logging.getLogger(__name__)
 
 #: a function of a `View`, lines to add, and `told_layout`: whether its layout has been printed
 Summarise = Callable[..., "dict[str, Any] | None"]

@@ -38,9 +38,7 @@ def cut(num_layers: int, num_stages: int, split: Sequence[int] | None = None) ->
         raise ModelError(f"split {split!r}: must be a list with the number of layers of each stage, such as [3, 2, 2]")
     if len(split) != num_stages or sum(split) != num_layers or min(split) < 1:
         sizes = f"{num_stages} numbers of at least 1 with the sum {num_layers}, the layers or blocks of this model"
-        raise ModelError(
-            f"split {list(split)}: must be {sizes}; a plan is of one model, schedule and number of workers"
-        )
+        raise ModelError(f"split {list(split)}: must be {sizes}; a plan is of one model, schedule and workers")
     starts = [sum(split[:stage]) for stage in range(num_stages)]
     return [range(start, start + size) for start, size in zip(starts, split, strict=True)]
 
