@@ -17,7 +17,7 @@ from rpc_pipe.model.batches.microbatches import update_shares
 from rpc_pipe.schedules import OneFOneB, PipeDream, PipeDream2BW
 
 
-@pytest.mark.parametrize(("P", "M"), [(2, 1), (2, 5), (4, 2)])
+@pytest.mark.parametrize(("P", "M"), [(2, 5), (4, 1)])
 @pytest.mark.parametrize("schedule", ASYNCHRONOUS)
 def test_identical_to_a_replay_in_one_process(monkeypatch, schedule, P, M):
     for order in ("ready", "fixed"):

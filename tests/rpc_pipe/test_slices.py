@@ -62,7 +62,7 @@ def opt():
 
 
 def llama_that_divides():
-    model = hf.LlamaForCausalLM(hf.LlamaConfig(**{**SMALL, "num_hidden_layers": 4})).double()
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL)).double()
     return model, {**BATCH, "num_items_in_batch": int((LABELS[:, 1:] >= 0).sum())}
 
 
@@ -138,7 +138,7 @@ def model(tmp_path):
     [
         ("gpt2", "zb-v", 2, 1e-5), ("lstm", "zb-v", 4, 1e-12),
         ("gpt2_on_longer_sequences_in_float64", "eager-1f1b", 4, 1e-12), ("opt", "gpipe", 2, 1e-5),
-        ("whole", "zb-h1", 2, 1e-12), ("llama_that_divides", "interleaved", 3, 1e-6),
+        ("whole", "zb-h1", 2, 1e-12), ("llama_that_divides", "1f1b", 3, 1e-6),
         ("mistral", "zb-h1", 3, 1e-5), ("mixtral", "1f1b", 2, 1e-5),
     ],
 )  # fmt: skip

@@ -53,7 +53,7 @@ def made_backends(monkeypatch):
 #: of two hosts with two workers each
 TORCHRUN = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
 CASES = [
-    *(("in place", schedule) for schedule in ("1f1b", "gpipe-recompute", "interleaved", "zb-h1", "zb-v", "chimera")),
+    *(("in place", schedule) for schedule in ("1f1b", "interleaved", "zb-h1")),
     *((name, ("zb-v", "chimera")[i % 2]) for i, name in enumerate(MODELS)),
     *((name, "1f1b with owners") for name in MODELS if name.startswith(("sparse", "complex", "gradients", "batch"))),
 ]
