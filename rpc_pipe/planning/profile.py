@@ -20,8 +20,6 @@ from .slice_costs import SliceCosts
 _NO_WAY = Link()
 #: slices with costs that grow with their length alone
 _PLAIN = SliceCosts()
-#: largest time, size or count that is accepted, so that sums and products stay finite
-_MOST = 1e100
 #: tokens, or places of a row, that `LengthTerms` count by
 THOUSAND = 1000
 #: kinds with times in a profile

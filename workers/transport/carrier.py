@@ -128,7 +128,7 @@ class Carrier:
         self.outbox = Outbox(post.answer)
         #: this worker's calls, which peers get with the first questions of a run
         self.calls = Calls(worker, self._disagree)
-        #: values for watchers on other machines; see rpc_pipe/tracing/remote.py
+        #: values for watchers on other machines; see rpc_pipe/boards/remote.py
         self.serve_board: Callable[[int], bytes] | None = None
         #: whether a peer asks this worker, which holds the last stage, to stop all of them
         self.stop_requested = False
