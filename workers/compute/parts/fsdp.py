@@ -91,7 +91,7 @@ def _post_forward(group: Any, module: nn.Module, inputs: Any, output: Any) -> An
         leaves, form = tree_flatten(output)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         # FSDP2 loses its hook of backward where a view is written in place.
-        new = {id(each): each.clone() for each in tensors if each._is_view()}
+        new = {id(each): each.clone() for each in tensors if each.requires_grad and each._is_view()}
         if weights and not any(tensor.requires_grad for tensor in tensors):
             floats, through = filter(Tensor.is_floating_point, tensors), cast(Any, _Reaches.apply)
             new = {id(each): through(each, weights[0]) for each in floats}
