@@ -9,8 +9,10 @@ from refusals import refused
 from torch import nn
 
 from rpc_pipe.verifying.keyed import holding
+from rpc_pipe.workers.compute.backward_state import put_back
 from rpc_pipe.workers.compute.modules import torch_internals
 from rpc_pipe.workers.compute.modules.borders import ForwardArgs, InputGradients, without_views
+from rpc_pipe.workers.compute.modules.module_state import KeptAttribute
 from rpc_pipe.workers.compute.modules.randomness import Randomness, computing
 from rpc_pipe.workers.compute.sequences.slices import Layers
 from rpc_pipe.workers.compute.shard import Shard
@@ -328,3 +330,12 @@ def test_ctrl_c_while_weights_are_exchanged_leaves_nobody_waiting(enters):
     thread.join()
     assert free == [True]
     assert not enters or place == {"weight": torch.zeros(1)}
+
+
+def test_an_attribute_that_a_later_forward_has_unset_is_unset_behind_a_backward():
+    """The tensor of an earlier forward stayed, so that the next forward took it for its own."""
+    module, kept = nn.Module(), torch.ones(1)
+    module.kept = None
+    with put_back([KeptAttribute((module, "kept"), kept)]):
+        assert module.kept is kept
+    assert module.kept is None

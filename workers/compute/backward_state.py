@@ -20,8 +20,7 @@ def put_back(left: Sequence[KeptTensor | KeptAttribute]) -> Iterator[None]:
         now: list[KeptTensor | KeptAttribute] = []
         for value in left:
             if isinstance(value, KeptAttribute):
-                if isinstance(attribute := getattr(*value.place, None), Tensor):
-                    now.append(KeptAttribute(value.place, attribute))
+                now.append(KeptAttribute(value.place, getattr(*value.place, None)))
             else:
                 tensor = value.tensor if value.place is None else getattr(*value.place, None)
                 if isinstance(tensor, Tensor):

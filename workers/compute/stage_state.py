@@ -143,8 +143,10 @@ class StageState:
         ]
         self.weights = list(dict.fromkeys((*self.weights, *changed)))
         self._left |= self.probe.note(before)
-        held = {p for p in self._left if p[0] in own and isinstance(getattr(*p, None), Tensor)}
-        self._anew |= held - {*self._places} - {p for p in held if isinstance(getattr(*p), nn.Parameter)}
+        for place in self._left - self._places.keys():
+            value = getattr(*place, None)
+            if place[0] in own and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                self._anew.add(place)
         self._weights_before = []
         if again and self.weights:
             shape = tuple(self.weights[0].shape)

@@ -208,14 +208,14 @@ class KeptTensor(NamedTuple):
 
 
 class KeptAttribute(NamedTuple):
-    """A tensor that a forward has set anew as an attribute; its numbers are its own."""
+    """The value of an attribute that forwards set to a new tensor, without a copy. None: another forward unsets it."""
 
     place: Place
-    tensor: Tensor
+    value: Tensor | None
 
     def put(self) -> None:
-        """Let the module have the tensor."""
-        setattr(*self.place, self.tensor)
+        """Let the module have the value."""
+        setattr(*self.place, self.value)
 
 
 def may_count(module: nn.Module) -> bool:
