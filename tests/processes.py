@@ -7,9 +7,12 @@ Processes are forks of one that has imported torch, which start in milliseconds,
 from __future__ import annotations
 
 import os
+import random
 import re
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from fork_server import Started, server
@@ -18,6 +21,14 @@ ROOT = Path(__file__).parent.parent
 #: a GPT that trains in milliseconds, on a text that is there
 SMALL = "--width 16 --heads 2 --depth 2 --context 16 --batch 8 --microbatches 4".split()
 TEXT = ["--data", str(ROOT / "rpc_pipe" / "launching" / "launcher.py")]
+
+
+def free_port() -> int:
+    """Return a port that nobody listens at, and that the kernel gives to no other socket meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)  # below the ports that it chooses from
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def environment(**more: str) -> dict[str, str]:

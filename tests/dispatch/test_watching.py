@@ -4,7 +4,6 @@ import contextlib
 import json
 import re
 import signal
-import socket
 import time
 
 import processes
@@ -185,10 +184,7 @@ def test_a_program_alone_can_be_watched_and_leaves_nothing(tmp_path):
 def test_workers_of_another_machine_are_seen_through_rpc(tmp_path):
     """Two machines that share nothing but the network: a folder each, a worker each."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    workers = []
+    port, workers = processes.free_port(), []
     for rank in range(2):
         folder = tmp_path / f"machine-{rank}"
         folder.mkdir()

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 import zmq
-from processes import ROOT, rpc_pipe, start
+from processes import ROOT, free_port, rpc_pipe, start
 
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.launching import hosts as of_hosts
@@ -273,8 +273,7 @@ def _steps(folder):
 
 
 def _with_a_death_of_the_second(folder, typed, script, env):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     at = f"127.0.0.1:{port}"
     command = ["-m", "rpc_pipe", "run", *typed, "--meet", at, *script]
     with start(*command, merged=True, **env) as first:

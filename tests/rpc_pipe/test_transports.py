@@ -8,7 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from processes import python, rpc_pipe, start, unmerged
+from processes import free_port, python, rpc_pipe, start, unmerged
 from refusals import refused
 from torch.distributed import HashStore
 
@@ -66,11 +66,6 @@ def test_every_transport_trains_alike(script, tmp_path):
         losses[transport] = {loss for loss, _ in told}
         assert "3 steps on 2 workers" in done.stdout
     assert len(set().union(*losses.values())) == 1
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return found.getsockname()[1]
 
 
 def test_an_open_port_of_zeromq_refuses_strangers_and_trains_on(script):
@@ -153,11 +148,13 @@ FORK = """
         break
     if step == 0:  # a process that loads data, which is ended by SIGTERM as ever
         import os, signal, time
+        ready, tell = os.pipe()
         child = os.fork()
         if child == 0:
+            os.write(tell, b"1")  # a signal that comes before the interpreter has seen the fork is lost
             time.sleep(15)  # if it outlives a worker that is killed, it holds its output
             os._exit(1)
-        time.sleep(0.1)
+        os.read(ready, 1)
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
 """
@@ -176,8 +173,10 @@ def test_torchruns_signals_stop_in_good_order_and_leave_nothing(script, number, 
     job |= {"RPC_PIPE_TRANSPORT": "zmq", "TORCHELASTIC_RUN_ID": "sigterm"}
     workers = [start(script, 10**6, RANK=str(w), LOCAL_RANK=str(w), merged=True, **job) for w in range(2)]
     with workers[0], workers[1]:
-        while "training" not in (line := workers[0].stdout.readline()):
-            assert line
+        lines = [""]
+        while "training" not in lines[-1]:
+            lines.append(workers[0].stdout.readline())
+            assert lines[-1], "".join(lines)
         (folder,) = run_folders.root().glob(f"torchrun-sigterm-{port}-*")
         if killed:
             workers[1].kill()
@@ -211,7 +210,7 @@ def test_a_worker_that_dies_is_missed_though_a_fork_of_it_lives(script, transpor
     workers = [start(script, 10**6, RANK=str(w), LOCAL_RANK=str(w), merged=True, **job) for w in range(2)]
     with workers[0], workers[1]:
         while not (line := workers[1].stdout.readline()).startswith("child"):
-            assert line
+            assert line, workers[0].communicate(timeout=30)
         said = workers[0].communicate(timeout=30)[0]
         child = int(line.split()[1])
         assert os.stat(f"/proc/{child}").st_uid == os.getuid(), "it has ended, so nothing was shown"
