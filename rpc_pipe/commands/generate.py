@@ -38,8 +38,9 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
     """Generate and print; return the exit code."""
     if ".py:" not in typed["model"]:
         raise ConfigError(f"{typed['model']}: must be path/to/file.py:make, {MAKE}")
-    told = read_file(Path(typed["prompts"]), f"--prompts {typed['prompts']}", most=2**30) if "prompts" in typed else ""
-    prompts = [*typed.get("prompt", []), *(line for line in told.splitlines() if line.strip())]
+    file = typed.get("prompts", "")
+    told = read_file(Path(file), f"--prompts {file}", "utf-8-sig", most=2**30) if "prompts" in typed else ""
+    prompts = [*typed.get("prompt", []), *(line for line in told.split("\n") if line.strip())]  # U+2028 ends no line
     if not all(prompts) or not prompts:
         raise ConfigError("--prompt: one is empty, or there is none; type --prompt TEXT, or --prompts FILE")
     set_transport(typed)

@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +34,23 @@ def main() -> None:
     pad = next(iter(ends), 0) if pad is None else pad
     how = {name: typed[name] for name in ("temperature", "top_k", "top_p") if name in typed}
     how |= {"do_sample": bool(how), "pad_token_id": pad}
-    new = list[list[int]]()
+    new, texts = list[list[int]](), list[str]()
     for first in range(0, len(prompts), at_once):
         part = [torch.tensor(row) for row in tokens[first : first + at_once]]
         ids = pad_sequence(part, True, pad, "left")
         mask = pad_sequence([torch.ones_like(row) for row in part], True, 0, "left")
-        shown = _Shown(tokenizer, ends, prompts[first])
+        shown = _Shown(partial(_behind, tokenizer, tokens[first]), ends, prompts[first])
         inputs = {"input_ids": ids, "attention_mask": mask}
         found = pipe.generate(inputs, typed.get("max_new_tokens", 64), on_tokens=shown, **how)
         new += [_until(row[ids.shape[1] :].tolist(), ends) for row in found]
+        texts += [_behind(tokenizer, tokens[n], new[n]) for n in range(first, len(new))]
         if pipe.worker == 0:
-            texts = [prompts[n] + tokenizer.decode(new[n]) for n in range(first, len(new))]
-            link.tell(kind="piece", text="\n".join([texts[0][shown.length :], *texts[1:], ""]))
+            whole = [*map("".join, zip(prompts, texts, strict=False))][first:]
+            link.tell(kind="piece", text="\n".join([whole[0][shown.length :], *whole[1:], ""]))
         if any(pipe._session.each(lambda actor: everywhere(actor, "stop", actor.stop_requested))[0]):
             raise KeyboardInterrupt
     if pipe.worker == 0:
-        told = {"prompts": prompts, "texts": [tokenizer.decode(row) for row in new], "tokens": new}
+        told = {"prompts": prompts, "texts": texts, "tokens": new}
         link.tell(kind="result", text=f"{sum(map(len, new))} new tokens", json=told)
     pipe.barrier()
 
@@ -56,8 +58,8 @@ def main() -> None:
 class _Shown:
     """Shows the first text as its tokens arrive."""
 
-    def __init__(self, tokenizer: Any, ends: Collection[int], prompt: str) -> None:
-        self._tokenizer, self._ends, self._prompt, self._new = tokenizer, ends, prompt, list[int]()
+    def __init__(self, behind: Callable[[list[int]], str], ends: Collection[int], prompt: str) -> None:
+        self._behind, self._ends, self._prompt, self._new = behind, ends, prompt, list[int]()
         #: characters that have been shown
         self.length = 0
 
@@ -65,7 +67,7 @@ class _Shown:
         """Take the newest tokens of some rows."""
         if rows.start == 0:
             self._new.append(int(tokens[0, 0]))
-            text = self._prompt + self._tokenizer.decode(_until(self._new, self._ends))
+            text = self._prompt + self._behind(_until(self._new, self._ends))
             if not text.endswith("\ufffd"):  # a character of several tokens
                 link.tell(kind="piece", text=text[self.length :])
                 self.length = len(text)
@@ -117,6 +119,11 @@ def _tokens(prompt: str, tokenizer: Any) -> list[int]:
             raise
     rule = "without a tokenizer it is token ids, as 5,17,3" if tokenizer is _Numbers else "has no token"
     raise ConfigError(f"--prompt {prompt!r}: {rule}")
+
+
+def _behind(tokenizer: Any, prompt: list[int], new: list[int]) -> str:
+    """Return the text of new tokens behind a prompt; alone, SentencePiece leaves out the space before a word."""
+    return str(tokenizer.decode([*prompt, *new])[len(tokenizer.decode(prompt)) :])
 
 
 def _until(tokens: list[int], ends: Collection[int]) -> list[int]:

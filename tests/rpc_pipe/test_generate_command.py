@@ -89,6 +89,18 @@ def test_texts_are_those_of_one_process_by_weights_of_a_checkpoint(model, tmp_pa
     assert texts.startswith(",".join(map(str, [*b"Hello", *wanted[0]])) + "\n")
 
 
+def test_words_keep_their_spaces_and_a_line_of_the_file_is_one_prompt(model, tmp_path, generate):
+    """Texts read "Once upon a timethere": new tokens were decoded alone, where SentencePiece drops the first space.
+    U+2028 within a line began another prompt, and the mark before a file's first letter was a part of it."""
+    decode = '"".join(chr(token or 32) for token in tokens).lstrip()'
+    words = MODEL.replace("text.encode()", 'text.encode("latin-1", "replace")')
+    words = words.replace("    ids", "    model.lm_head.weight.data.zero_()\n    ids", 1)  # its words are 0
+    model.write_text(words.replace('bytes(tokens).decode("latin-1")', decode))
+    (tmp_path / "prompts").write_text("Once\u2028upon\n", encoding="utf-8-sig")
+    code, found, texts, _ = generate(f"{model}:make", "--prompts", tmp_path / "prompts", "--max-new-tokens", 3)
+    assert code == 0 and found["texts"] == ["   "] and texts == "Once\u2028upon   \n3 new tokens"
+
+
 @pytest.mark.parametrize(
     ("subject", "typed"),
     [
