@@ -46,9 +46,7 @@ def check_answers(spec: Spec) -> None:
         for stage in range(spec.num_stages):
             at = spec.place(stage, route)
             if not isinstance(at, Integral) or at not in (spec.numbers or range(spec.num_workers)):
-                raise ScheduleError(
-                    f"place({stage}, {route}) returned {at!r}: it must be a worker, 0 to {spec.num_workers - 1}"
-                )
+                raise ScheduleError(f"place({stage}, {route}) returned {at!r}: workers are 0 to {spec.num_workers - 1}")
     for microbatch in range(spec.total_microbatches):
         found = spec.route(microbatch)
         if not isinstance(found, Integral) or not 0 <= found < spec.num_routes:
@@ -64,10 +62,7 @@ def _check_actions(spec: Spec, stage: int, microbatch: int) -> None:
         kinds = {action.kind for action in actions}
         if len(kinds) < len(actions) or F not in kinds or (B in kinds) == ({I, W} <= kinds):
             shown = ", ".join(map(str, actions)) or "nothing"
-            raise ScheduleError(
-                f"actions({stage}, {microbatch}) gives {shown}: each kind once, F among them, and either B or both I "
-                "and W"
-            )
+            raise ScheduleError(f"actions({stage}, {microbatch}) gives {shown}: each kind once, F, and B or I and W")
 
 
 def _check_spelling(schedule: type[Spec]) -> None:
@@ -76,10 +71,7 @@ def _check_spelling(schedule: type[Spec]) -> None:
         for name in vars(cls).keys() - dir(Spec) - cls.__annotations__.keys():
             near = [] if name.startswith("_") else difflib.get_close_matches(name, _ASKED, n=1, cutoff=0.8)
             if near and near[0] not in vars(cls):
-                raise ScheduleError(
-                    f"{cls.__name__}.{name}: did you mean {near[0]}? Nobody asks a schedule for {name}; "
-                    f"call it _{name} if it is a helper of yours"
-                )
+                raise ScheduleError(f"{cls.__name__}.{name}: did you mean {near[0]}? Call a helper of yours _{name}")
 
 
 _NAMES_NOTHING = ". Its `after` names nothing for any action; if it tests a kind by a text, write `a.kind is F`"

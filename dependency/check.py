@@ -70,16 +70,12 @@ def actions_in(answer: object, call: str) -> list[Action]:
     if isinstance(answer, Iterable) and not isinstance(answer, (str, Action)):
         actions = list(answer)
     if not all(isinstance(action, Action) for action in actions):
-        raise ScheduleError(
-            f"{call} returned {answer!r}: it must return a list of actions such as F(stage, microbatch), [] if there "
-            "are none"
-        )
+        rule = "it must return a list of actions such as F(stage, microbatch), [] if there are none"
+        raise ScheduleError(f"{call} returned {answer!r}: {rule}")
     for stage, kind, index in actions:
         if type(kind) is not Kind or not (isinstance(stage, Integral) and isinstance(index, Integral)):
-            raise ScheduleError(
-                f"{call} returned Action({stage!r}, {kind!r}, {index!r}): the fields are stage, kind and index; write "
-                "F(stage, microbatch)"
-            )
+            made = f"Action({stage!r}, {kind!r}, {index!r})"
+            raise ScheduleError(f"{call} returned {made}: fields are stage, kind, index; write F(stage, microbatch)")
     return actions
 
 

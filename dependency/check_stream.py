@@ -25,9 +25,7 @@ def check_versions(spec: Spec, workers: Iterable[int]) -> None:
         ScheduleError: a step does not repeat the one before, or asks for weights that cannot be there.
     """
     if not has_slot(spec):
-        raise ScheduleError(
-            f"{type(spec).__name__}: a schedule that is not synchronous needs `slot`, by which steps are put in order"
-        )
+        raise ScheduleError(f"{type(spec).__name__}: an asynchronous schedule needs `slot`, by which steps are ordered")
     if spec.update_every not in ("step", "microbatch"):
         raise ScheduleError(f"update_every is {spec.update_every!r}: it must be step or microbatch")
     if spec.num_routes > 1:
@@ -35,10 +33,8 @@ def check_versions(spec: Spec, workers: Iterable[int]) -> None:
     for worker in workers:
         limit = spec.activation_limit(worker)
         if limit is not None:
-            raise ScheduleError(
-                f"activation_limit({worker}) is {limit}: what is held across the steps of a stream is bounded by "
-                "windows, edges of after(F)"
-            )
+            rule = "across the steps of a stream windows, edges of after(F), bound what is held"
+            raise ScheduleError(f"activation_limit({worker}) is {limit}: {rule}")
         for stage, route in spec.hosted(worker):
             own = [*on_route(spec, range(spec.num_microbatches), route)]
             for m in own:
@@ -61,22 +57,16 @@ def check_steps(spec: Spec, workers: Iterable[int]) -> None:
 
 def _check_routes(spec: Spec) -> None:
     if spec.update_every == "microbatch" and spec.num_separate > 1:
-        raise ScheduleError(
-            f"num_routes is {spec.num_routes}: with an update after every microbatch there is one route"
-        )
+        raise ScheduleError(f"num_routes is {spec.num_routes}: with an update a microbatch there is one route")
     for m in range(spec.num_microbatches):
         if spec.route(m + STEADY * spec.num_microbatches) != spec.route(m):
-            raise ScheduleError(
-                f"route({m}) is {spec.route(m)}, but that of the same microbatch of later steps is "
-                f"{spec.route(m + STEADY * spec.num_microbatches)}: routes must repeat from step to step"
-            )
+            later = spec.route(m + STEADY * spec.num_microbatches)
+            raise ScheduleError(f"route({m}) is {spec.route(m)}, and {later} in later steps: routes must repeat")
     routes, one = spec.num_routes, spec.num_separate  # behind the routes of a replica are those of the next
     for stage, first in product(range(spec.num_stages), range(0, routes, one)):
         if len({spec.place(stage, route) for route in range(first, first + one)}) > 1:
-            raise ScheduleError(
-                f"place({stage}, ...): routes of a schedule that is not synchronous must hold a stage on one worker, "
-                "as its updates follow each other"
-            )
+            rule = "all routes of an asynchronous schedule must hold a stage on one worker"
+            raise ScheduleError(f"place({stage}, ...): {rule}")
 
 
 def _check_version(spec: Spec, stage: int, m: int, begins: int) -> None:
@@ -85,17 +75,13 @@ def _check_version(spec: Spec, stage: int, m: int, begins: int) -> None:
     settled = spec.version(stage, m + STEADY * M)
     before = updates_before(spec, m + STEADY * M)
     if settled > before:
-        raise ScheduleError(
-            f"version({stage}, {m}) is made by the update that takes the microbatch's own gradient, "
-            f"{update_of(spec, stage, m)}, or a later one: at most {before - STEADY * per_step} updates come before it"
-        )
+        most = f"at most {before - STEADY * per_step} updates come before it"
+        raise ScheduleError(f"version({stage}, {m}) is made by its update {update_of(spec, stage, m)} or later: {most}")
     for step in range(begins):
         version, right = spec.version(stage, m + step * M), max(0, settled - (STEADY - step) * per_step)
         if version != right:
-            raise ScheduleError(
-                f"version({stage}, {m + step * M}) is {version!r}, but later steps go on as if it were {right}: a "
-                "version must repeat from step to step, and be 0 where that would be less"
-            )
+            rule = "a version must repeat from step to step, and be 0 where that would be less"
+            raise ScheduleError(f"version({stage}, {m + step * M}) is {version!r}, not {right} as later steps: {rule}")
 
 
 def _check_action(spec: Spec, worker: int, action: Action, length: int) -> None:
@@ -103,10 +89,8 @@ def _check_action(spec: Spec, worker: int, action: Action, length: int) -> None:
     now = steady(spec, action)
     slot = spec.slot(now)
     if slot != spec.slot(action) + STEADY * length:
-        raise ScheduleError(
-            f"slot({now}) is {slot}, but slot({action}) is {spec.slot(action)} and steps are {length} apart: "
-            "slots must grow by the same from step to step"
-        )
+        slots = f"slot({now}) is {slot}, but slot({action}) is {spec.slot(action)} and steps are {length} apart"
+        raise ScheduleError(f"{slots}: slots must grow by the same from step to step")
     for need in spec.needs(now):
         per_step = spec.num_microbatches if need.kind.per_microbatch else updates_a_step(spec)
         step, index = split_step(need.index, per_step)
@@ -114,13 +98,9 @@ def _check_action(spec: Spec, worker: int, action: Action, length: int) -> None:
         if spec.worker(need) != worker:
             if step == STEADY:
                 continue
-            raise ScheduleError(
-                f"after({action}) names {named}, of worker {spec.worker(need)}: across the steps of a stream only "
-                "actions of the same worker may be named"
-            )
+            rule = "across the steps of a stream only actions of the same worker may be named"
+            raise ScheduleError(f"after({action}) names {named}, of worker {spec.worker(need)}: {rule}")
         before = spec.slot(need) - STEADY * length
         if before >= slot - STEADY * length:
-            raise ScheduleError(
-                f"{action} (slot {slot - STEADY * length}) needs {named} (slot {before}): the slot must grow along "
-                "every edge, also from step to step"
-            )
+            rule = f"(slot {before}): the slot must grow along every edge, also from step to step"
+            raise ScheduleError(f"{action} (slot {slot - STEADY * length}) needs {named} {rule}")

@@ -81,10 +81,7 @@ def _by_slot(spec: Spec, worker: int) -> Iterator[Action]:
     for (before, first), (at, second) in pairwise(slotted):
         if at == before:
             own = ", and W is an action of its own where backward is split" * (W in (first.kind, second.kind))
-            raise ScheduleError(
-                f"slot: {first} and {second} of worker {worker} share slot {at}; "
-                f"the slots of one worker must differ{own}"
-            )
+            raise ScheduleError(f"slot: {first} and {second} of worker {worker} share slot {at}; they must differ{own}")
     yield from (action for _, action in slotted)
 
 

@@ -283,10 +283,8 @@ class _OrderEdges:
         if k < limit:
             return []
         if k - limit >= len(self._releases):
-            raise ScheduleError(
-                f"activation_limit({self._worker}) is {limit}, but in its order worker {self._worker} holds "
-                f"the activations of {k + 1 - len(self._releases)} forwards when it starts {action}"
-            )
+            held = f"it holds the activations of {k + 1 - len(self._releases)} forwards when it starts {action}"
+            raise ScheduleError(f"activation_limit({self._worker}) is {limit}, but in its order {held}")
         return [self._releases[k - limit]]
 
 

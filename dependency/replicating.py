@@ -55,10 +55,8 @@ class Replicated(Transformation):
             possible = [n for n in range(1, workers + 1) if workers % n == 0]
             nearest = min(possible, key=lambda n: (abs(n - replicas), n))
             less, more = workers // replicas * replicas, -(-workers // replicas) * replicas
-            raise ConfigError(
-                f"replicas {replicas}: {workers} {'worker' if workers == 1 else 'workers'} cannot be divided among "
-                f"them; take {f'{less} or ' if less else ''}{more} workers, or replicas={nearest}"
-            )
+            some = f"{less} or {more}" if less else more
+            raise ConfigError(f"replicas {replicas}: must divide {workers} workers; take {some}, or replicas={nearest}")
         self._replicas[0]  # checks the rules of the schedule of one replica
 
     @cached_property

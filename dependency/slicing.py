@@ -45,9 +45,8 @@ def sliced(base: type[Spec], sizes: tuple[int, ...]) -> type[Spec]:
         ConfigError: the schedule cannot be sliced, and why, in words that follow its name.
     """
     refuse_kinds("slices", base)
-    return transformed(
-        Sliced, base, f"slices {'+'.join(map(str, sizes))}", parallelism=Parallelism(slices=sizes), whole=base
-    )
+    said = f"slices {'+'.join(map(str, sizes))}"
+    return transformed(Sliced, base, said, parallelism=Parallelism(slices=sizes), whole=base)
 
 
 class Sliced(Transformation):

@@ -75,9 +75,8 @@ class Spec(Declared):
     def index_text(self, action: Action) -> str:
         """Return the index of an action as text; of slice 1 of microbatch 3 `3.1`."""
         whole = self.extent(action) == (0, 1)
-        return (
-            str(action.index) if whole else ".".join(map(str, split_slice(action.index, len(self.parallelism.slices))))
-        )
+        parts = [action.index] if whole else split_slice(action.index, len(self.parallelism.slices))
+        return ".".join(map(str, parts))
 
     @property
     def counted(self) -> str:

@@ -43,9 +43,7 @@ def settle_training(training: object) -> Training:
     """
     if isinstance(training, Training | None):
         return training or Training()
-    raise ConfigError(
-        f"training {type(training).__name__}: must be a Training, such as Training(optimizer=torch.optim.AdamW)"
-    )
+    raise ConfigError(f"training {type(training).__name__}: must be a Training, such as Training(torch.optim.AdamW)")
 
 
 def shown_plainly(method: Callable[..., T]) -> Callable[..., T]:
@@ -137,10 +135,8 @@ def compile_options(said: Any, sharing: Sharing, *, on_host: bool) -> Mapping[st
     """
     options: Mapping[str, Any] | None = {} if said is True else said or None
     if options and not on_host and _asks_for_graphs(options):
-        raise ConfigError(
-            f"compile={said!r}: CUDA graphs overwrite what other microbatches in flight need (docs/gpu.md); "
-            f"pass mode='max-autotune-no-cudagraphs', or no mode"
-        )
+        fix = "pass mode='max-autotune-no-cudagraphs', or no mode (docs/gpu.md)"
+        raise ConfigError(f"compile={said!r}: CUDA graphs overwrite what other microbatches in flight need; {fix}")
     if options is not None and sharing.is_parted:
         options = {"dynamic": False, **options}  # torch finds no source of symbolic sizes of parts of a tensor
     return options
@@ -182,11 +178,8 @@ def begin_training(what: str, forgot_optimizer: bool) -> bool:
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise ConfigError(f"{what}: trains, but is called under torch.{mode}: call it outside, or call `evaluate`")
     if forgot_optimizer:
-        logger.warning(
-            "%s trains nothing, as there is no optimizer: pass training=Training(optimizer=torch.optim.AdamW), "
-            "or training=Training() if gradients are all you want",
-            what,
-        )
+        fix = "pass training=Training(optimizer=torch.optim.AdamW), or Training() if gradients are all you want"
+        logger.warning("%s trains nothing, as there is no optimizer: %s", what, fix)
     return False
 
 

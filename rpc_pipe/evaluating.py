@@ -69,10 +69,8 @@ def is_loader(given: Any, known: Any, could_be_one: CouldBeOne) -> bool:
     if found is None:
         rows = [{tensor.shape[0] for tensor in tensors_of(each) if tensor.dim()} for each in given]
         if any(len(sizes) != 1 for sizes in rows) or len(set.union(*rows)) == 1:
-            raise BatchError(
-                f"batch: a {type(given).__name__} of {len(given)} may be one batch or a list of batches; pass "
-                "iter(batches), or for one microbatches=[batch]"
-            )
+            what = f"a {type(given).__name__} of {len(given)} may be one batch or a list of batches"
+            raise BatchError(f"batch: {what}; pass iter(batches), or for one microbatches=[batch]")
         found = True  # as a shorter last batch
     return found
 

@@ -24,10 +24,8 @@ def with_metric(shards: Callable[[], Iterable[Shard]], metric: LossFn | None) ->
     """
     refuse_sums(metric, "metric")
     if callable(getattr(metric, "compute", None)):
-        raise ConfigError(
-            f"metric: {type(metric).__name__} computes its value from all rows, and evaluate takes a mean over "
-            "microbatches: update it with what `predict` returns, or pass a function that returns (sum, weight)"
-        )
+        why = f"metric: {type(metric).__name__} computes its value from all rows, and evaluate takes a mean"
+        raise ConfigError(f"{why}; update it by what `predict` returns, or pass a function of (sum, weight)")
     last = {} if metric is None else {shard: shard.loss_fn for shard in shards() if shard.loss_fn is not None}
 
     def measured(output: Any, target: Any) -> Any:
@@ -56,9 +54,8 @@ def several(found: Mapping[str, Any]) -> tuple[Tensor, MetricWeights]:
     pairs = {name: sum_and_weight(as_loss(each), 1.0) for name, each in found.items()}
     device = next((total.device for total, _ in pairs.values() if not total.is_cpu), None)
     totals = torch.stack([total.detach().to(device, torch.float64) for total, _ in pairs.values()])
-    return totals, MetricWeights(
-        {name: pairs[name][1] if isinstance(each, tuple) else None for name, each in found.items()}
-    )
+    weights = {name: pairs[name][1] if isinstance(each, tuple) else None for name, each in found.items()}
+    return totals, MetricWeights(weights)
 
 
 def as_loss(found: Any) -> Any:

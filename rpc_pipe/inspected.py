@@ -122,9 +122,8 @@ class Inspected:
         The names of parameters are in their groups (`param_names`). `values()` are lists of one each.
         """
         shards = {key: shard for actor in self._session.actors for key, shard in actor.shards.items()}
-        return Optimizers(
-            each.optimizer for _, each in sorted(shards.items()) if each.optimizer is not None and not each.is_guest
-        )
+        found = [shard.optimizer for _, shard in sorted(shards.items()) if not shard.is_guest]
+        return Optimizers(each for each in found if each is not None)
 
     @property
     def loss_scale(self) -> float:

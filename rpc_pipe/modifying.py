@@ -76,11 +76,8 @@ def call_on_gradients(session: Session, stage: int, function: Callable[[Mapping[
 
 @cache
 def _warn_of_dropped(stage: int) -> None:
-    logger.warning(
-        "on_gradients: leaves out the update of stage %d, and decides by this stage alone: Training(skip_update=) "
-        "decides by the norm of the whole model, on all stages alike",
-        stage,
-    )
+    fix = "Training(skip_update=) decides by the norm of the whole model, on all stages alike"
+    logger.warning("on_gradients: leaves out the update of stage %d, by this stage alone: %s", stage, fix)
 
 
 def _of_a_stage(stage: int, function: Callable[..., object], parameters: Mapping[str, nn.Parameter]) -> None:

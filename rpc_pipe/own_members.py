@@ -52,10 +52,8 @@ def dividing(sharing: Sharing, mesh: Any) -> Divide:
         made = function(module, name, model)
         for each, parameter in (module if made is None else made).named_parameters():
             if before.get(each, parameter.grad_dtype) != parameter.grad_dtype:
-                raise ConfigError(
-                    f"grad_dtype={before[each]} of {each}: a parameter that members divide has gradients of its "
-                    "type; leave grad_dtype out"
-                )
+                why = f"grad_dtype={before[each]} of {each}: members divide it, and gradients have its type"
+                raise ConfigError(f"{why}; leave grad_dtype out")
         return made
 
     return divide
@@ -87,10 +85,8 @@ def own_rows(batch: Microbatches, members: Members) -> Microbatches:
         raise BatchError(f"members={members.count}: {batch.scatter.reader} alone can read a batch; let all workers")
     microbatches = range(len(batch.inputs) // members.slices)
     if len(microbatches) % members.shares:
-        raise BatchError(
-            f"members={members.count}: a batch makes {len(microbatches)} microbatches, and each member needs as many; "
-            "give the batch more rows"
-        )
+        made = f"a batch makes {len(microbatches)} microbatches, and each member needs as many"
+        raise BatchError(f"members={members.count}: {made}; give the batch more rows")
     own = [members.in_whole(index, members.part) for index in range(len(batch.inputs) // members.shares)]
     inputs, targets, shares = ([side[index] for index in own] for side in (batch.inputs, batch.targets, batch.shares))
     places = None if batch.places is None else [batch.places[index] for index in own]

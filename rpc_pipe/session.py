@@ -254,9 +254,8 @@ class Session:
         """Let members that train on other rows evaluate by the running statistics of the first, which is saved."""
         if self._members is not None and self._members.rows:
             states = ((shard.state_dict(), dict(shard.named_parameters())) for shard in self.shards)
-            self._members.adopt(
-                {n: t for state, trained in states for n, t in state.items() if plain_name(n) not in trained}
-            )
+            held = {n: t for state, trained in states for n, t in state.items() if plain_name(n) not in trained}
+            self._members.adopt(held)
 
     def predict(self, batch: Microbatches, to: int | Collection[int] | None) -> Tree:
         """Return the model's output for a batch on the workers that get it.

@@ -28,9 +28,7 @@ class OneFOneB(Spec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.window is not None and self.window < self.num_workers:
-            raise ConfigError(
-                f"window {self.window}: 1f1b on {self.num_workers} workers needs at least {self.num_workers}"
-            )
+            raise ConfigError(f"window {self.window}: must be at least {self.num_workers}, the number of workers")
 
     def in_flight(self, stage: int) -> int:
         return (self.window or self.num_workers) - stage

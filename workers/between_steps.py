@@ -50,18 +50,13 @@ class BetweenSteps:
         has_evaluated = self._evaluated != self._worker.evaluated
         for shard, note in notes:
             if changed := _change(note, _values(shard), has_evaluated):
-                raise ConfigError(
-                    f"stage {shard.stage}: {changed} between two steps of `train`, and forwards of the next step have "
-                    "met what was before: call `step` for each batch instead, or, with a schedule "
-                    "that is not synchronous, `flush` before"
-                )
+                fix = "call `step` for each batch, or `flush` before, if the schedule is not synchronous"
+                raise ConfigError(f"stage {shard.stage}: {changed} between steps of `train`, the next one begun; {fix}")
         if step is not None and has_evaluated:
             for shard in self._under_way:
                 if step.before[shard].overwritten(shard.slice.own):  # those of other stages follow the user's
-                    raise ConfigError(
-                        f"stage {shard.stage}: an evaluation changed a weight or a buffer, which forwards of the next "
-                        "step under way have read: call `step` for each batch instead of `train`, or evaluate behind it"
-                    )
+                    why = "an evaluation changed what forwards of the next step have read"
+                    raise ConfigError(f"stage {shard.stage}: {why}; call `step` for each batch, or evaluate behind")
         for shard, module_state in self._under_way.items():
             shard.turn()
             module_state.put_back()

@@ -194,10 +194,8 @@ def _meet(members: Members, ctx: ActionContext, checksum: int) -> None:
     )
     met = members.exchange(known)
     if any(each[0] != known[0] for each in met):
-        raise Disagreement(
-            f"step {step.number}: members of a worker have run different actions, or hold different weights: layers "
-            "must compute alike on all members"
-        )
+        why = "members of a worker have run different actions, or hold different weights"
+        raise Disagreement(f"step {step.number}: {why}: layers must compute alike on all members")
     joined = Result(_parts(members, [each[1] for each in met]), result.outputs, result.rows)
     if norms := [each[2] for each in met if each[2] is not None]:  # a plane may count no parameter
         values, (dtype, *_) = zip(*norms, strict=True)

@@ -30,13 +30,9 @@ def report(worker: Context, step: Step, result: Result) -> None:
     elif result.skipped or (step.batch.skips is not None and not step.batch.updates):
         spoilt = ""
     if worker.nan == "stop" and spoilt:
-        raise NotFinite(
-            f"step {number}: the loss is {loss}, as {cause}"
-            if cause
-            else f"step {number}: the loss is {loss}, and {spoilt}: go on from a checkpoint of "
-            "before; torch.autograd.set_detect_anomaly(True) shows where it comes from; RPC_PIPE_NAN=warn goes on "
-            "(in a job: rpc-pipe run --nan warn)"
-        )
+        fix = "go on from a checkpoint of before; torch.autograd.set_detect_anomaly(True) shows the cause"
+        why = f"as {cause}" if cause else f"and {spoilt}: {fix}; RPC_PIPE_NAN=warn goes on (--nan warn)"
+        raise NotFinite(f"step {number}: the loss is {loss}, {why}")
     if worker.nan == "warn" and worker.worker == min(worker.mailbox.carrier.workers):
         logger.warning("step %d: the loss is %s", number, loss)
 

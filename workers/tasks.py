@@ -78,11 +78,8 @@ def refuse_disorder(part: Part, shards: dict[tuple[int, int], Shard]) -> None:
     for action in (entry.action for entry in part.entries if entry.action.kind is F):
         place = part.shard(action)
         if action.index < last.get(place, 0) and shards[place].stateful:
-            raise ConfigError(
-                f"stage {action.stage}: has buffers, which forwards may write in the order of microbatches, and the "
-                f"schedule runs {last[place]} before {action.index}; let after(F(stage, m)) name F(stage, m - 1), and "
-                "put them into that order"
-            )
+            why = f"has buffers, which a forward may write, and the schedule runs {last[place]} before {action.index}"
+            raise ConfigError(f"stage {action.stage}: {why}; let after(F(stage, m)) name F(stage, m - 1)")
         last[place] = action.index
 
 
@@ -97,8 +94,6 @@ def refuse_collectives(part: Part, order: Order, shards: Iterable[Shard]) -> Non
     for shard in shards if splits or order == "ready" else ():
         sharded = any(type(parameter).__name__ == "DTensor" for parameter in shard.parameters())
         if sharded or (order == "ready" and any(isinstance(module, nn.SyncBatchNorm) for module in shard.slice.own)):
-            raise ConfigError(
-                f"stage {shard.stage}: layers make collectives (DTensor, as by fully_shard, or SyncBatchNorm), which "
-                "have to come in one order on all devices, those of gradients behind a whole backward: pass "
-                'order="fixed", and for DTensor a schedule that does not split backward, such as 1f1b'
-            )
+            why = "layers make collectives (DTensor, SyncBatchNorm), which need one order on all devices"
+            fix = 'pass order="fixed", and for DTensor a schedule with whole backwards, such as 1f1b'
+            raise ConfigError(f"stage {shard.stage}: {why}: {fix}")

@@ -69,9 +69,7 @@ class WorkerThreads:
         done = min((s.num_updates for s in shards), default=0) if not several else min(a.step for a in self._actors)
         ahead = [] if several else [shard.stage for shard in shards if shard.num_updates > done]
         if ahead:
-            logger.warning(
-                "step %d failed when stages %s had been updated already: they are one step ahead", done + 1, ahead
-            )
+            logger.warning("step %d failed behind updates of stages %s, which are one step ahead", done + 1, ahead)
         for actor, carrier in zip(self._actors, local_carriers(len(self._actors)), strict=True):
             actor.resume(carrier, done)
 

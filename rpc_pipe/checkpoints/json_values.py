@@ -65,10 +65,8 @@ def encoded(value: Any, what: str) -> Any:
     if type(value) is Tensor and value.layout == torch.strided and value.nbytes <= _MOST_BYTES:
         plain = memory_of(value.detach().cpu().contiguous())
         return {_TENSOR: [encoded(bytes(plain), what), str(value.dtype).removeprefix("torch."), list(value.shape)]}
-    raise ConfigError(
-        f"{what} holds a {type(value).__name__}; must be numbers, texts, bytes and tensors of at most "
-        f"{_MOST_BYTES >> 20} MiB, lists and dicts of these"
-    )
+    known = f"numbers, texts, bytes and tensors of at most {_MOST_BYTES >> 20} MiB, lists and dicts of these"
+    raise ConfigError(f"{what} holds a {type(value).__name__}; must be {known}")
 
 
 def decoded(value: Any) -> Any:

@@ -99,10 +99,8 @@ class Pretrained:
         for file, name, tensors in self._each(found):
             shape = tuple(tensors.get_slice(found[name]).get_shape())
             if shape != own[name].shape:
-                raise ConfigError(
-                    f"{self.path / file}: tensor {found[name]} has shape {shape}, "
-                    f"and {tuple(own[name].shape)} in this model"
-                )
+                shapes = f"has shape {shape}, and {tuple(own[name].shape)} in this model"
+                raise ConfigError(f"{self.path / file}: tensor {found[name]} {shapes}")
         filled = {_place(own[name]) for name in found}
         return found, {name for name, tensor in own.items() if _place(tensor) not in filled}
 

@@ -112,10 +112,8 @@ class Checkpoint:
             file, (dtype, *shape), _ = self._tensors["model"][name]
             expected = str(tensor.dtype).removeprefix("torch.")
             if tuple(shape) != tuple(tensor.shape) or dtype != expected:
-                raise ConfigError(
-                    f"checkpoint {self.path / file}: tensor {name} is {dtype} of shape {tuple(shape)}, and "
-                    f"{expected} of shape {tuple(tensor.shape)} in this model"
-                )
+                kinds = f"is {dtype} of shape {tuple(shape)}, and {expected} of shape {tuple(tensor.shape)} in this one"
+                raise ConfigError(f"checkpoint {self.path / file}: tensor {name} {kinds}")
         return self.tensors("model", own, own)
 
     def _described(self, told: dict[str, Any], prefix: str = "") -> Stages:

@@ -310,10 +310,8 @@ class Stages:
                 raise ConfigError(f"optimizer {type(optimizer).__name__}: the checkpoint is of {was}; go on with that")
         for other in found[1:]:
             if self._options(other) != self._options(found[0]):
-                raise ConfigError(
-                    f"optimizer: parameters of one group had other options, {self._options(found[0])} and "
-                    f"{self._options(other)}; make the groups as they were"
-                )
+                had = f"{self._options(found[0])} and {self._options(other)}"
+                raise ConfigError(f"optimizer: parameters of one group had other options, {had}; divide them as before")
         return found
 
     def _options(self, origin: tuple[str, int]) -> dict[str, Any]:

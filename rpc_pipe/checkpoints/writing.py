@@ -169,11 +169,8 @@ def _refuse_lost(optimizer: Optimizer | None) -> None:
     kept = [*tensors_of(dict(state)), *tensors_of([{**group, "params": ()} for group in optimizer.param_groups])]
     if state is not optimizer.state or len(set(map(id, tensors_of(told)))) > len(set(map(id, kept))):
         name = type(optimizer).__name__
-        raise ConfigError(
-            f"optimizer {name}: has tensors outside of `state[parameter]`, or another `state` at each look, which a "
-            "checkpoint would lose: keep them there, in one dict that optimizers inside share, as by self.state = "
-            "second.state = first.state"
-        )
+        why = f"optimizer {name}: has tensors outside of `state[parameter]`, which a checkpoint would lose"
+        raise ConfigError(f"{why}; keep them there, in one dict, as by self.state = second.state = first.state")
 
 
 def own_routes(actor: WorkerActor) -> list[list[Shard]]:
@@ -334,10 +331,8 @@ class Writing(threading.Thread):
         if own:
             return Stalled(f"checkpoint {self.place}: is not complete after {self._deadline_s:g} s")
         workers = ", ".join(str(each.process) for each in self._snapshots)
-        return StorageError(
-            f"checkpoint {self.place}: the files of worker {workers} are not written after {self._own_s:.3g} s; "
-            "the storage does not answer, or is too slow"
-        )
+        why = f"the files of worker {workers} are not written after {self._own_s:.3g} s"
+        return StorageError(f"checkpoint {self.place}: {why}; the storage does not answer, or is too slow")
 
     def discard(self) -> None:
         """Remove the rest of a checkpoint that has failed, when all workers know that."""

@@ -18,9 +18,8 @@ def add(commands: Any) -> None:
     """Add `generate` to the command line."""
     parser: Parser = commands.add_parser("generate", help="text by a causal model of transformers, from prompts")
     parser.add_argument("model", metavar="FILE.py:make", help=f"{MAKE}; the file may have a `tokenizer`, too")
-    parser.add_argument(
-        "--weights", metavar="PATH", help="folder of save_pretrained or of checkpoints, or a file of --save"
-    )
+    kept = "folder of save_pretrained or of checkpoints, or a file of --save"
+    parser.add_argument("--weights", metavar="PATH", help=kept)
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="text; without a tokenizer ids, as 5,17,3")
     parser.add_argument("--prompts", metavar="FILE", help="more prompts, one a line")
     of = "of transformers (beside the weights, or the `tokenizer` of the model's file, with encode and decode)"

@@ -191,9 +191,8 @@ def follow_plan(typed: dict[str, Any]) -> dict[str, Any]:
     said |= {"schedule": path if plan.program else plan.schedule, "set": options, **plan.sharing}
     said |= {"microbatches": plan.num_microbatches, "split": list(plan.cut)}
     said |= {} if plan.microbatch_order == "given" else {"microbatch_order": plan.microbatch_order}
-    refuse_typed(
-        typed, (*said, *MEMBERS, "window", "replicas", "slices"), f"--plan {path} says it; leave one of the two out"
-    )
+    names = (*said, *MEMBERS, "window", "replicas", "slices")
+    refuse_typed(typed, names, f"--plan {path} says it; leave one of the two out")
     if (workers := plan.num_workers) and typed.get("workers", workers) != workers:
         refuse_typed(typed, ["workers"], f"the plan in {path} is for {workers} workers")
     said |= {"workers": workers} if workers else {}

@@ -18,9 +18,8 @@ from .run import follow_plan, how, refuse_idle
 def add(commands: Any) -> None:
     """Add `verify` to the command line."""
     parser: Parser = commands.add_parser("verify", help="compare with one process, bit for bit")
-    parser.add_argument(
-        "model", nargs="?", metavar="FILE.py:make", help=f"gpt, conv, mlp, or {MAKE} ({VerifyOptions.model})"
-    )
+    known = f"gpt, conv, mlp, or {MAKE} ({VerifyOptions.model})"
+    parser.add_argument("model", nargs="?", metavar="FILE.py:make", help=known)
     parser.take(*(name for name in PIPELINE if name != "compile"))  # which rounds otherwise
     parser.add_argument("--plan", metavar="FILE", help="verify what rpc-pipe plan wrote")
     parser.add_argument("--steps", type=whole(1, 10**6), help=f"training steps ({VerifyOptions.steps})")

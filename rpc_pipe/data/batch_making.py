@@ -50,10 +50,8 @@ def widest_window(num_bytes: Numbers, room: int, memory: int) -> int:
     if window < 1:
         both = 2 * int(largest[0])
         least = (both + max(memory * _USED - room, both / _AHEAD)) / _USED
-        raise ConfigError(
-            f"memory {format_bytes(memory)}: two chunks of up to {format_bytes(largest[0])} and batches must fit: "
-            f"needs {format_bytes(1.01 * least)}, or smaller chunks"
-        )
+        fix = f"needs {format_bytes(1.01 * least)}, or chunks smaller than {format_bytes(largest[0])}"
+        raise ConfigError(f"memory {format_bytes(memory)}: two chunks and batches must fit; {fix}")
     return window
 
 
@@ -384,8 +382,6 @@ def _concatenated(pieces: tuple[Tensor, ...]) -> Tensor:
     first = pieces[0]
     for piece in pieces:
         if piece.shape[1:] != first.shape[1:] or piece.dtype != first.dtype:
-            raise ConfigError(
-                f"data: samples differ in form: {first.dtype} {list(first.shape[1:])} and "
-                f"{piece.dtype} {list(piece.shape[1:])}; rows of a batch must be alike"
-            )
+            forms = [f"{each.dtype} {list(each.shape[1:])}" for each in (first, piece)]
+            raise ConfigError(f"data: samples differ in form: {' and '.join(forms)}; rows of a batch must be alike")
     return torch.cat(pieces)

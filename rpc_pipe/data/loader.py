@@ -202,10 +202,8 @@ class Loader:
                 self.close()
                 self._order = self._ordered(int(found[1]))
         if told != self.identity:
-            raise ConfigError(
-                f"data {self.source.name}: were {told} when the position was noted, and are {self.identity}: "
-                "a resumed run needs the same data, seed and window, or starts again at position 0"
-            )
+            why = f"were {told} when the position was noted, and are {self.identity}"
+            raise ConfigError(f"data {self.source.name}: {why}; resume with the same data, seed and window")
 
     def seek(self, position: int) -> None:
         """Go to a position, a number of samples since the start."""

@@ -123,8 +123,6 @@ def read_text(data: str | None, context: int) -> bytearray:
         raise ConfigError(f"--data {error.filename}: cannot be read: {error.strerror}") from error
     if len(text) < (least := HELD_OUT_EVERY * (context + 1)):
         told_data = "" if data is None else f"--data {data}, "
-        raise ConfigError(
-            f"{told_data}--context {context}: samples and a held-out tenth need at least {least} bytes of text; there "
-            f"are {len(text)}"
-        )
+        need = f"samples and a held-out tenth need at least {least} bytes of text; there are {len(text)}"
+        raise ConfigError(f"{told_data}--context {context}: {need}")
     return text

@@ -54,9 +54,8 @@ def metrics_of(view: View) -> bytes:
     for name, value in figures.items():
         tell(name, {"": value})
     if lost := lost_time(view):
-        tell(
-            "lost_seconds", {(cause,): ms / 1e3 for cause, ms in {"work": lost.limit_ms, **lost.parts}.items()}, "cause"
-        )
+        causes = {"work": lost.limit_ms, **lost.parts}
+        tell("lost_seconds", {(cause,): ms / 1e3 for cause, ms in causes.items()}, "cause")
     tell("worker_bubble_ratio", {(row.worker,): row.bubble for row in rows}, "worker")
     tell("worker_action_seconds", {(row.worker,): row.action_ms / 1e3 for row in rows}, "worker")
     tell("worker_memory_peak_bytes", {(row.worker,): row.peak_mb * 1e6 for row in rows}, "worker")

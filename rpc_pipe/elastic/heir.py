@@ -127,10 +127,8 @@ def _part(host: Shard, guests: dict[int, Shard]) -> None:
 
 
 def _lost(shard: Shard, why: str) -> StageLost:
-    return StageLost(
-        f"stage {shard.stage}: {why}, and those of a replica have died with its worker: go on from a checkpoint "
-        "(--max-restarts does)"
-    )
+    why = f"stage {shard.stage}: {why}, and those of a replica have died with its worker"
+    return StageLost(f"{why}: go on from a checkpoint (--max-restarts does)")
 
 
 #: most shapes that are priced, and the number of measured steps for the prices

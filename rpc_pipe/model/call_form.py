@@ -69,11 +69,9 @@ class CallForm:
         """Refuse (inputs, targets) for a model that takes its targets by the name `labels`, as Hugging Face's do."""
         is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(x, Tensor) for x in batch)
         if is_pair and self._has_labels and self._second != "labels":
-            raise ModelError(
-                f"batch: is a pair (inputs, targets), and {self._model} computes its loss itself, from labels=: its "
-                f"second argument is {self._second}; pass a dict, such as {{'input_ids': ids, 'labels': ids}}, which a "
-                "causal model shifts itself, or a loss_fn of (output, targets)"
-            )
+            why = f"is a pair, and {self._model} computes its loss itself: its second argument is {self._second}"
+            fix = "pass a dict, such as {'input_ids': ids, 'labels': ids}, or a loss_fn of (output, targets)"
+            raise ModelError(f"batch: {why}; {fix}")
 
     def pair_for_metric(self, batch: Tree) -> tuple[Tree, Tree]:
         """Return the same for a metric; its second argument is the batch, or the targets that a loss function gets."""

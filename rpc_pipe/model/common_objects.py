@@ -144,11 +144,9 @@ def look(holders: Sequence[Holder]) -> Callable[[], None]:
         for holder, was in zip(holders, before, strict=True):
             tree = vars(holder.held) if isinstance(holder.held, nn.Module) else holder.held
             if any(tensor.grad_fn is not None for tensor in tensors(tree)) or holder.now() != was:
-                raise ModelError(
-                    f"model: {holder.where} leaves a tensor or number in {holder.name}, or draws from it, which layers "
-                    "of other stages or the loss function use too: return it beside the output, as in (x, extra), "
-                    "take one generator for each layer, or cut elsewhere (split=)"
-                )
+                why = f"{holder.where} leaves numbers in {holder.name}, or draws from it, as other stages or loss_fn do"
+                fix = "return it beside the output, take a generator for each layer, or cut elsewhere (split=)"
+                raise ModelError(f"model: {why}: {fix}")
 
     return end
 
@@ -213,10 +211,8 @@ def unchanging(loss_fn: LossFn) -> LossFn:
         before = [fingerprint(part, tensors=False) for part in parts]
         found = loss_fn(output, target)
         if [fingerprint(part, tensors=False) for part in parts] != before:
-            raise ModelError(
-                f"loss_fn {type(owner).__name__} changes what it holds, and each replica of the last stage sees a part "
-                "of the microbatches: take a schedule without replicas, such as 1f1b"
-            )
+            why = f"loss_fn {type(owner).__name__} changes what it holds, and replicas see parts of the batch"
+            raise ModelError(f"{why}; take a schedule without replicas, such as 1f1b")
         return found
 
     return unchanged

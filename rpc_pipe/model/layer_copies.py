@@ -41,9 +41,8 @@ def copies_of(layers: Sequence[nn.Module], parameters: Collection[int] | None = 
                 raise TypeError("a script is in it")
             copies.append(copy.deepcopy(layer, memo))
         except Exception as error:
-            raise ModelError(
-                f"model: a {type(layer).__name__} cannot be copied ({first_sentence(error)}); pass what makes it"
-            ) from error
+            why = f"a {type(layer).__name__} cannot be copied ({first_sentence(error)})"
+            raise ModelError(f"model: {why}; pass what makes it") from error
     for parameter in dict.fromkeys(parameter for layer in layers for parameter in layer.parameters()):
         if memo[id(parameter)] is not parameter:
             copy_attachments(memo[id(parameter)], parameter, lambda value: copy.deepcopy(value, memo))

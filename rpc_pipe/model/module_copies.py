@@ -121,9 +121,7 @@ def _is_common(name: str, value: Any, copy: nn.Module, own: nn.Module) -> bool:
 def _follow_weight(name: str, before: OfWeight, parameter: Any, copy: Any) -> None:
     now, is_written = OfWeight.now(parameter), OfWeight.now(parameter)[:2] != before[:2]
     if now.hooks != before.hooks or (is_written and copy.device != parameter.device):
-        raise ModelError(
-            f"model: parameter {name} was written or hooked, and has copies on {copy.device}; use pipe.modify"
-        )
+        raise ModelError(f"model: parameter {name} is written or hooked, with copies on {copy.device}; use pipe.modify")
     if is_written:
         copy.data.copy_(parameter.detach())
         increment_version(copy)  # shows a step under way that it is another

@@ -116,10 +116,8 @@ class ObservedModel:
         inside = {part for block in skeleton.blocks for part in block.modules()}
         for module in skeleton.module.modules():
             if type(module).__name__ == "OptimizedModule" and module not in inside:
-                raise ModelError(
-                    f"model: {skeleton.name_of(module)} is torch.compile of a part around blocks, where several stages "
-                    "run; pass that part as it is, and compile blocks, as compile=True does"
-                )
+                why = f"{skeleton.name_of(module)} is torch.compile around blocks, where several stages run"
+                raise ModelError(f"model: {why}; pass it as it is, and compile blocks, as compile=True does")
         #: names of the modules that a forward registers hooks on
         self.hooked = {skeleton.path_of(module) for module in observation.hooked}
         #: changes in the copies of the model, as sentences for the user

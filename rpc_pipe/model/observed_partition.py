@@ -160,10 +160,8 @@ class ObservedPartition:
         """Raise if a loss function refers to tensors that blocks leave on stages before the last."""
         self._read = read_by(self.loss_fn, set(self.whole.modules()))
         if found := observed.left_before_last(self.ranges, self._boxes_of_loss(), self._read[0]):
-            raise ModelError(
-                f"loss_fn: refers to {found[0]}, which a block of a stage before the last fills, and the last computes "
-                "the loss: let the model return it, or refer to blocks of the last stage alone (split=)"
-            )
+            why = f"loss_fn: refers to {found[0]}, which a block of a stage before the last fills"
+            raise ModelError(f"{why}: let the model return it, or refer to blocks of the last stage alone (split=)")
 
     def _boxes_of_loss(self) -> dict[str, Any]:
         """Return the containers that a loss function refers to, which hooks may fill."""
@@ -273,10 +271,9 @@ def _adapter_tensors(whole: nn.Module) -> frozenset[str] | ModelError:
     for adapter, config in configs.items():
         for tensor in peft.get_peft_model_state_dict(whole, state_dict=state, adapter_name=adapter, **how).values():
             if id(tensor) not in name_of:
-                return ModelError(
-                    f"adapter {adapter}: peft writes {type(config).__name__} as other tensors than the model holds; on "
-                    "worker 0 call model.save_pretrained(folder, state_dict=pipe.weights.state_dict())"
-                )
+                why = f"adapter {adapter}: peft writes {type(config).__name__} as other tensors than the model holds"
+                fix = "on worker 0 call model.save_pretrained(folder, state_dict=pipe.weights.state_dict())"
+                return ModelError(f"{why}; {fix}")
             found.add(name_of[id(tensor)])
     return frozenset(found)
 

@@ -64,10 +64,8 @@ def refuse_hooks(parameter: nn.Parameter, name: str, stages: Sequence[int]) -> N
         ModelError: the parameter has hooks.
     """
     if parameter.requires_grad and any(_hooks(parameter)):
-        raise ModelError(
-            f"model: a hook of {name} would see a part of its gradient on each of stages {stages}; remove it, or cut "
-            f"so that one stage has all uses of {name} (split=)"
-        )
+        why = f"a hook of {name} would see a part of its gradient on each of stages {stages}"
+        raise ModelError(f"model: {why}; remove it, or cut so that one stage has all uses of {name} (split=)")
 
 
 def _hooks(parameter: nn.Parameter) -> tuple[list[Hook], list[Hook]]:

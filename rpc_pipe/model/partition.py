@@ -126,9 +126,7 @@ class LayerPartition:
         layers = self.build(stage, randomness, route, divide)
         for number, module in layers:
             if any(tensor.is_meta for tensor in module.parameters()):
-                raise ModelError(
-                    f"layer {number}: is on the meta device and has no numbers; pass a function that makes it"
-                )
+                raise ModelError(f"layer {number}: is on the meta device, without numbers; pass a function for it")
             module.to(randomness.device)
         shared = {name: held for name, held in self.shared.items() if stage in held}
         found = Layers(layers, {} if self._ties is None else self._ties.names, shared)

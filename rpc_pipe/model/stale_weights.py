@@ -52,10 +52,8 @@ class _StaleWeights:
             return
         stale = [name for name, was, state in zip(self._weights, before, now, strict=True) if was == state]
         if stale:
-            raise ModelError(
-                f"model: {stale[0]} is trained by another worker, and here has values from before; use pipe.predict, "
-                "or state = pipe.weights.state_dict() on all workers, and on worker 0 model.load_state_dict(state)"
-            )
+            fix = "use pipe.predict, or on all workers pipe.weights.state_dict(), and load that on worker 0"
+            raise ModelError(f"model: {stale[0]} is trained by another worker, and old here; {fix}")
         self._noted = now, trained_now
 
 
@@ -76,10 +74,8 @@ class _Reading(TorchFunctionMode):
         if takes_numbers and not name.startswith("new_") and not name.endswith("_like"):
             for tensor in tensors_of(args[:1] if name in _FORMS else (args, kwargs)):
                 if id(tensor) in self._names:
-                    raise ModelError(
-                        f"loss_fn: reads {self._names[id(tensor)]}, which another worker holds; here it has its first "
-                        "values: let a layer of its stage return it beside the output, or cut elsewhere (split=)"
-                    )
+                    why = f"reads {self._names[id(tensor)]}, which another worker holds and trains"
+                    raise ModelError(f"loss_fn: {why}; return it beside the output, or cut elsewhere (split=)")
         return found
 
 

@@ -52,10 +52,8 @@ def refuse_parted(
     for one, other in overlapping(named.items()):
         first, second = (set(stages.get(name, ())) for name in (one, other))
         if {one, other} & changing and not (first == second and len(first) == 1):
-            raise ModelError(
-                f"model: {one} and {other} are views of the same memory, and stages would have copies that part: make "
-                "them one parameter or buffer, or compute one of the other in the forward (as by weight.t())"
-            )
+            why = f"{one} and {other} are views of the same memory, and stages would have copies that part"
+            raise ModelError(f"model: {why}; make them one, or compute one of the other (as by weight.t())")
 
 
 class Ties:
@@ -93,10 +91,8 @@ class Ties:
             for name, buffer in layer.named_buffers():
                 other, other_stage = buffers.setdefault(id(buffer), (i, stage))
                 if other_stage != stage:
-                    raise ModelError(
-                        f"model: layers {other} and {i} of stages {other_stage} and {stage} share the buffer {name}; "
-                        "choose a split that keeps them together"
-                    )
+                    shared = f"layers {other} and {i} of stages {other_stage} and {stage} share the buffer {name}"
+                    raise ModelError(f"model: {shared}; choose a split that keeps them together")
         self.shared = {name: sorted(stages) for name, stages in held.items() if len(stages) > 1}
         refuse_parted(parameters, held)
         for name, stages in self.shared.items():

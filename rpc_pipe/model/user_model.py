@@ -120,9 +120,7 @@ def load_user_model(said: str) -> UserModel:
     except TypeError as error:
         raise ModelError(f"{said}: {error}") from error
     if any(tensor.is_nested and tensor.layout is torch.strided for tensor in tensors_of(batch)):
-        raise ModelError(
-            f"{said}: the batch has a nested tensor without rows; make it with layout=torch.jagged, or pad it"
-        )
+        raise ModelError(f"{said}: the batch has a nested tensor without rows; give it layout=torch.jagged, or pad it")
     if not rows_of(batch):
         raise ModelError(f"{said}: the batch has no rows; at least 1")
     return UserModel(model, batch, loss_fn)

@@ -143,8 +143,8 @@ def test_each_replica_runs_as_the_schedule_does_alone():
 @pytest.mark.parametrize(
     ("name", "workers", "microbatches", "replicas", "said"),
     [
-        ("1f1b", 5, 8, 2, "replicas 2: 5 workers cannot be divided among them; take 4 or 6 workers, or replicas=1"),
-        ("1f1b", 8, 8, 3, "replicas 3: 8 workers cannot be divided among them; take 6 or 9 workers, or replicas=2"),
+        ("1f1b", 5, 8, 2, "replicas 2: must divide 5 workers; take 4 or 6, or replicas=1"),
+        ("1f1b", 8, 8, 3, "replicas 3: must divide 8 workers; take 6 or 9, or replicas=2"),
         ("1f1b", 8, 3, 4, "replicas 4: needs as many microbatches (got 3)"),
         ("1f1b", 4, 8, 0, "replicas 0: must be a whole number of at least 1"),
         ("1f1b", 4, 8, 1.5, "replicas 1.5: must be a whole number of at least 1"),

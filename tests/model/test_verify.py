@@ -315,7 +315,7 @@ def test_a_model_of_the_users_trains_as_in_one_process(file, capsys, name, verdi
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["{file}:asks"], "needs the numbers of a tensor that depends on parameters"),
+        (["{file}:asks"], "needs numbers that depend on parameters"),
         (["{file}:no_loss"], "returned a tensor of shape (2, 8) and no loss"),
         (["{file}:tied", "--workers", "90"], "--workers 90: 90 stages, and"),
         (["{file}:missing"], "has no function 'missing'"),

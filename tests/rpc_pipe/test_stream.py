@@ -338,7 +338,7 @@ def test_an_evaluation_that_changes_what_the_next_step_has_read_is_told(layer):
         found += ((loss, other.evaluate((X[5], X[5]))) for loss in other.train(batches))
     except PipeError as error:  # unless none of them had begun
         assert layer is not Noting
-        assert "an evaluation changed a weight or a buffer, which forwards of the next step" in str(error)
+        assert "an evaluation changed what forwards of the next step have read" in str(error)
     assert found == apart[: len(found)] and (found == apart or layer is not Noting)
 
 

@@ -307,7 +307,7 @@ def test_training_is_given_as_what_it_is():
 @pytest.mark.parametrize(
     ("loss", "sentence"),
     [
-        (lambda output, target: 0.5, "loss_fn returned a float: it must return a tensor of one number, or "),
+        (lambda output, target: 0.5, "loss_fn returned a float: it must return a number as a tensor, or "),
         (lambda output, target: output.detach().sum(), "loss: depends on no parameter that requires a gradient"),
     ],
     ids=["float", "detached"],
@@ -354,7 +354,7 @@ def test_fewer_rows_than_microbatches_are_told_once(caplog):
     for _ in range(2):
         pipe.step(batch)
     told = [each for each in caplog.messages if "rows" in each]
-    assert told == ["num_microbatches=16, but a batch of 8 rows makes 8: its bubble is larger"]
+    assert told == ["num_microbatches=16: a batch of 8 rows makes 8: its bubble is larger"]
 
 
 def _own_frames(error):

@@ -24,7 +24,7 @@ _STALL_S = 200.0
 _LONGEST = 500
 #: what workers say on purpose of a model that no pipeline can train
 _SENTENCES = re.compile(
-    "changed in place after it was used|"
+    "that backward needs was changed in place|"
     "run once more gave other numbers|cannot be recomputed|cannot travel between|"
     "one of the variables needed for gradient computation has been modified by an inplace operation|"
     "always give the same|the gradient of parameter .* is sparse|"

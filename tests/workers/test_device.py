@@ -392,7 +392,7 @@ def test_each_worker_of_a_host_has_a_gpu_of_its_own(two_gpus, caplog):
     assert [str(each) for each in found] == ["cuda:0", "cuda:1"] and not caplog.records
     assert str(choice.backend_for("cuda:1", 0).device) == "cuda:1"
     assert str(choice.backend_for("cuda", 2).device) == "cuda:0"
-    assert "this host has 2 devices, so worker 2 of it shares cuda:0" in caplog.text
+    assert "this host has 2, so worker 2 of it shares cuda:0" in caplog.text
 
 
 def test_an_accelerator_that_is_no_gpu_of_cuda_has_the_same_road(monkeypatch):

@@ -55,9 +55,6 @@ def refuse_unowned(loss: Tensor, own: Iterable[Tensor]) -> None:
     for node in children_first([] if loss.grad_fn is None else [loss.grad_fn]):
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, nn.Parameter) and known.isdisjoint((id(leaf), leaf.data_ptr())):
-            raise ConfigError(
-                f"loss: depends here on a parameter of shape {tuple(leaf.shape)} that no layer of this stage has, "
-                "so no optimizer would use its gradient: if it is the loss function's own, put it into the last layer, "
-                "or into a model that returns its loss; if another stage's layer has it, as with a penalty on all "
-                "weights, let the optimizer do that (weight_decay), or that layer"
-            )
+            why = f"loss: depends here on a parameter of shape {tuple(leaf.shape)} that no layer of this stage has"
+            fix = "put one of the loss function into the last layer; leave a penalty on all weights to weight_decay"
+            raise ConfigError(f"{why}, so no optimizer would use its gradient: {fix}")

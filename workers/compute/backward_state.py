@@ -49,7 +49,5 @@ def refusing_writes(modules: Sequence[nn.Module], by_forwards: Collection[Place]
     read = {name for code in codes if code is not None for name in code.co_names}
     for module, place in before.changed() - {*by_forwards}:
         if (name := place.removesuffix(INSIDE)) in read:
-            raise ConfigError(
-                f"layer: backward writes {name} of a {type(module).__name__}, which forwards read, and those of "
-                "later microbatches have run before: take num_microbatches=1, or write it in pipe.on_gradients"
-            )
+            why = f"layer: backward writes {name} of a {type(module).__name__}, which later forwards have read before"
+            raise ConfigError(f"{why}; take num_microbatches=1, or write it in pipe.on_gradients")

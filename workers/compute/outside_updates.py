@@ -38,16 +38,11 @@ class OutsideUpdates:
         optimizer, now = self._updating.optimizer, self._now()
         changed = {weight for weight in now if now[weight] != self._noted[weight]}
         if changed and self.pulled is not None and self.pulled.reference is not None:
-            raise ConfigError(
-                f"pull: weights of stage {self._stage} were changed outside of an update, and the reference of all "
-                "pipelines, which is evaluated and saved, does not follow: change them before the first step, load "
-                "them by pipe.weights or pipe.checkpoints, or take another schedule"
-            )
+            why = f"pull: weights of stage {self._stage} were changed outside of an update, unlike the reference"
+            raise ConfigError(f"{why}; change them before the first step or by pipe.weights, or take another schedule")
         if not changed or optimizer is None or self.pulled is not None:
             return
         has = {weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad}
         if (has & optimizer.state.keys() or has) <= changed <= has:
-            raise ConfigError(
-                f"zero=1: {type(optimizer).__name__} has moved the weights that it has of stage {self._stage} outside "
-                "of an update, and other replicas do not follow; leave zero out"
-            )
+            why = f"zero=1: {type(optimizer).__name__} moves weights of stage {self._stage} outside of an update"
+            raise ConfigError(f"{why}, and other replicas do not follow; leave zero out")

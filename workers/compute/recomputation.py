@@ -60,11 +60,8 @@ class Recomputation:
         """
         differ, self._differ = self._differ, []
         if differ and torch.stack([each.to(differ[0].device) for each in differ]).any():
-            raise ConfigError(
-                "layer: a forward run once more gave other numbers: it depends on something besides its inputs, "
-                "parameters, buffers, attributes and random numbers, such as a file or a queue that grows; schedules "
-                "that do not recompute may run it, by the numbers of one forward"
-            )
+            why = "layer: a forward run once more gave other numbers: it depends on more than inputs and the module"
+            raise ConfigError(f"{why}, such as a queue; take a schedule that does not recompute")
 
 
 def _sample(tree: Tree) -> list[Tensor]:

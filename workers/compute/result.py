@@ -62,14 +62,10 @@ def sum_and_weight(loss: Any, share: float) -> tuple[Tensor, Any]:
         if isinstance(weight, MetricWeights):
             return total * total.new_tensor([share if each is None else 1 for each in weight.values()]), weight
         what = " and ".join(map(_shape, found if found is loss else (loss,)))
-        raise ConfigError(
-            f"loss_fn returned {what}: it must return a tensor of one number, or that and a weight of one number"
-        )
+        raise ConfigError(f"loss_fn returned {what}: it must return a number as a tensor, or that and a weight")
     if isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled():
-        raise ConfigError(
-            "loss_fn returned a weight that requires a gradient, which it would not get, as the weights of all "
-            "microbatches are added up as numbers: detach it"
-        )
+        why = "loss_fn returned a weight that requires a gradient, and weights are added up as numbers"
+        raise ConfigError(f"{why}: detach it")
     return total.reshape(()) if total.dim() else total, weight
 
 

@@ -280,10 +280,8 @@ class Shard:
         total, weight = sum_and_weight(loss, share)
         root = total if summed else total * share
         if torch.is_grad_enabled() and not root.requires_grad:
-            raise ConfigError(
-                "loss: depends on no parameter that requires a gradient: it was detached, or all that it depends on "
-                "is frozen; to compute a loss without training, use `evaluate`"
-            )
+            why = "loss: depends on no parameter that requires a gradient: it was detached, or all is frozen"
+            raise ConfigError(f"{why}; to compute a loss without training, use `evaluate`")
         # A mean over no tokens of a slice is no number.
         noted = Loss(root.detach() if share or summed else torch.zeros_like(root), weight, summed)
         if given.scale is None:

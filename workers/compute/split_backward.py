@@ -124,9 +124,7 @@ class Saved:
         if tensor is None:
             raise RuntimeError("backward for inputs ran through a part of the graph a second time")
         if tensor._version != handle.version:
-            raise ConfigError(
-                f"tensor of shape {tuple(tensor.shape)} that backward needs was changed in place after it was used"
-            )
+            raise ConfigError(f"tensor of shape {tuple(tensor.shape)} that backward needs was changed in place")
         return tensor
 
 

@@ -150,10 +150,8 @@ class StageState:
         self._weights_before = []
         if again and self.weights:
             shape = tuple(self.weights[0].shape)
-            raise ConfigError(
-                f"layer: writes its parameter of shape {shape} in its forward, which so cannot be recomputed; make it "
-                "a buffer, or use a schedule that does not recompute"
-            )
+            why = f"layer: writes its parameter of shape {shape} in its forward, which so cannot be recomputed"
+            raise ConfigError(f"{why}; make it a buffer, or use a schedule that does not recompute")
 
 
 def shown(left: Sequence[KeptTensor | KeptAttribute]) -> AbstractContextManager[Any]:

@@ -87,10 +87,8 @@ class VersionStore:
         """
         trained = self._found()
         if self.reference is not None and list(map(id, trained)) != list(map(id, self._trained)):
-            raise ConfigError(
-                f"pull: parameters of stage {self._stage} were frozen or thawed, and the reference of all pipelines "
-                "has the earlier ones: do it before the first step, or take another schedule"
-            )
+            why = f"pull: parameters of stage {self._stage} were frozen or thawed, unlike the reference's"
+            raise ConfigError(f"{why}; do it before the first step, or take another schedule")
         self._trained = trained
         if spec.averaging_pull and first.reference is None:
             first.reference = [parameter.detach().clone() for parameter in first._found()]
@@ -100,10 +98,8 @@ class VersionStore:
         self._uncounted = next(self._microbatches, None)
         self.forget()
         if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self._trained):
-            raise ConfigError(
-                f"stage {self._stage}: hooks of parameters' gradients do not run where several versions of the weights "
-                "are in use; remove them, or use a synchronous schedule"
-            )
+            why = f"stage {self._stage}: hooks of gradients do not run where weights have several versions"
+            raise ConfigError(f"{why}; remove them, or use a synchronous schedule")
 
     def _found(self) -> list[nn.Parameter]:
         # In the order of the beginning, alike on all routes: a forward may exchange modules.
@@ -133,11 +129,8 @@ class VersionStore:
         with self.accumulating(ctx.microbatch) if action.kind.accumulates else self.used(ctx.microbatch):
             yield
         if written := self._state.weights:
-            raise ConfigError(
-                f"stage {self._stage}: a layer writes a parameter in its forward, of shape "
-                f"{tuple(written[0].shape)}, where several versions of it are in use; make it a buffer, "
-                "or use a synchronous schedule"
-            )
+            why = f"a layer writes a parameter of shape {tuple(written[0].shape)}, which has several versions"
+            raise ConfigError(f"stage {self._stage}: {why}; make it a buffer, or use a synchronous schedule")
 
     def turn(self, update: int) -> None:
         """Let the parameters have the gradients that an update takes."""
@@ -182,10 +175,8 @@ class VersionStore:
         """
         version = self._spec.version(self._stage, microbatch)
         if version != self.newest and version not in self._versions:
-            raise ConfigError(
-                f"stage {self._stage}: version {version} of the weights is declared, but held are "
-                f"{sorted(self._versions.keys() | {self.newest})}: the schedule's edges do not keep its versions"
-            )
+            held = sorted(self._versions.keys() | {self.newest})
+            raise ConfigError(f"stage {self._stage}: version {version} of the weights is declared, but held are {held}")
         return shown(self._versions.get(version, ()))
 
     @contextmanager

@@ -291,11 +291,8 @@ class Updating:
                 self.average.add(name, parameter)
         if missing:
             rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise ConfigError(
-                f"parameter {missing[0]}{rest}: no optimizer has it, as if frozen when the pipeline was made, so it "
-                "would not train: put it into a group of the optimizer, or leave it out by requires_grad_(False), or "
-                "by name in Training(untrained=[...])"
-            )
+            why = f"parameter {missing[0]}{rest}: no optimizer has it, so it would not train"
+            raise ConfigError(f"{why}; put it into a group, or leave it out by requires_grad_(False), or untrained=")
 
 
 class LossScale:
@@ -356,10 +353,8 @@ def _made(name: str, factory: Callable[[Any], Any], given: object) -> Any:
         raise ConfigError(f"{name} made a {type(made).__name__}, which has no step: it must return what it makes")
     parameters = inspect.signature(made.step).parameters.values()
     if needed := [each.name for each in parameters if each.name in _UNKNOWN and each.default is each.empty]:
-        raise ConfigError(
-            f"{name} {type(made).__name__}: its step needs {needed[0]}, which a pipeline has not: use one whose step "
-            "needs nothing, such as AdamW or CosineAnnealingLR, or make it for `pipe.optimizers` and step it by hand"
-        )
+        why = f"{name} {type(made).__name__}: its step needs {needed[0]}, which a pipeline has not"
+        raise ConfigError(f"{why}; use another, such as AdamW, or step it by hand by `pipe.optimizers`")
     return made
 
 
@@ -373,11 +368,8 @@ def _refuse_others(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter])
     own = set(map(id, parameters.values()))
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):
         if id(parameter) not in own:
-            raise ConfigError(
-                f"optimizer {type(optimizer).__name__}: has a parameter of shape {tuple(parameter.shape)} that is not "
-                "one of those it was made for: make one of the (name, parameter) pairs of a stage, which it is called "
-                "with; a parameter of a loss function belongs into the last layer"
-            )
+            why = f"optimizer {type(optimizer).__name__}: has another parameter of shape {tuple(parameter.shape)}"
+            raise ConfigError(f"{why}; make it of the (name, parameter) pairs that it is called with")
 
 
 def _own_rates(optimizer: Optimizer) -> None:

@@ -314,10 +314,8 @@ def _map(tree: Tree, kinds: tuple[type, ...], change: Callable[[Any], Any], wher
         return _changed(tree, kinds, change)
     except _UnfitError:
         path, kind = next(_unfit(tree, kinds))
-        raise TypeError(
-            f"{where}{path} is a {kind}, which cannot travel between workers; use tensors, None, "
-            "bool, numbers, strings, tuples, lists and dicts"
-        ) from None
+        fix = "use tensors, None, bool, numbers, strings, tuples, lists and dicts"
+        raise TypeError(f"{where}{path} is a {kind}, which cannot travel between workers; {fix}") from None
     except RecursionError:
         raise TypeError(f"{where}: {_TOO_DEEP}") from None
 

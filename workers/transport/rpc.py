@@ -127,10 +127,8 @@ class RpcLink:
                 meet = partial(rpc.init_rpc, _name(self._worker), rank=rank, world_size=count)
                 within(self._timeout_s, partial(meet, rpc_backend_options=options))
         except (RuntimeError, ValueError, TimeoutError) as error:
-            raise NotMet(
-                f"worker {self._worker} could not meet the other {count - 1} workers at {self._place} "
-                f"within {timedelta(seconds=self._timeout_s)}: {str(error).partition(_STACK)[0]}"
-            ) from error
+            many = f"the other {count - 1} workers at {self._place} within {timedelta(seconds=self._timeout_s)}"
+            raise NotMet(f"worker {self._worker} could not meet {many}: {str(error).partition(_STACK)[0]}") from error
 
     def send(self, peer: int, message: Message) -> None:
         data, tensors = encode(message)

@@ -133,9 +133,7 @@ def _dict_of(kind: type[dict[Any, Any]], *parts: Any) -> Any:
 def _tuple_of_class(module: str, name: str, *parts: Any) -> Any:
     kind = _class_of(module, name)
     if kind is None:
-        raise Malformed(
-            f"a {module}.{name} cannot travel between workers; named tuples can if this worker has loaded the class"
-        )
+        raise Malformed(f"a {module}.{name} cannot travel between workers unless this one has loaded the named tuple")
     if len(parts) != len(getattr(kind, "_fields", parts)):
         raise Malformed(f"malformed message: a {module}.{name} of {len(parts)} items")
     return tuple_of(kind, parts)

@@ -188,10 +188,8 @@ class ZmqLink:
             if isinstance(error, EpochEnds):
                 raise
             kind = ConfigError if isinstance(error, ConfigError) else NotMet
-            raise kind(
-                f"worker {self._worker} could not meet the other {len(self._peers)} workers by ZeroMQ "
-                f"within {timedelta(seconds=self._timeout_s)}: {error}"
-            ) from error
+            many = f"the other {len(self._peers)} workers by ZeroMQ within {timedelta(seconds=self._timeout_s)}"
+            raise kind(f"worker {self._worker} could not meet {many}: {error}") from error
 
     @property
     def refused(self) -> int:

@@ -80,10 +80,8 @@ class Assignment:
         self.num_stages = len(cut)
         self._stage_of_call = [stage for stage, calls in enumerate(cut) for _ in calls]
         if len(self._stage_of_call) != len(observation.calls):
-            raise ModelError(
-                f"model: the forward called {len(observation.calls)} blocks, and {len(self._stage_of_call)} before; "
-                "every microbatch must call the same blocks, also in evaluation (no layer drop, no loop that decodes)"
-            )
+            counts = f"called {len(observation.calls)} blocks, and {len(self._stage_of_call)} before"
+            raise ModelError(f"model: the forward {counts}; call the same for every microbatch, also in evaluation")
         self._readers: dict[Value, list[tuple[Event, int]]] = {}
         for event in observation.events:
             for value, version in event.reads:
@@ -171,10 +169,9 @@ class Assignment:
                     end = min(end, event.index)
         places = [i for i in range(max(first, end), first - 1, -1) if not self._is_inside_checkpoint(i)]
         if not places:
-            raise ModelError(
-                f"model: a cut between {calls[call].where} and {calls[call + 1].where} would fall inside one call of "
-                "torch.utils.checkpoint; call it for each block, or cut elsewhere"
-            )
+            between = f"{calls[call].where} and {calls[call + 1].where}"
+            fix = "call it for each block, or cut elsewhere"
+            raise ModelError(f"model: a cut between {between} would divide a torch.utils.checkpoint; {fix}")
         whole = [i for i in places if not any(begin < i <= end for begin, end in self._kept_together)]
         possible = whole or places
         choice = [self._crossing_at(place) for place in possible]
@@ -229,9 +226,7 @@ class Assignment:
         for name, stages in owners.items():
             missing = stages - self._owners.get(name, set()) if self._owners is not None else set()
             if missing:
-                raise ModelError(
-                    f"model: stage {min(missing)} needs {name} here, not for the example; pass one like this"
-                )
+                raise ModelError(f"model: stage {min(missing)} needs {name} here, not for the example; pass one so")
         return owners
 
     def _find_users(self) -> dict[str, set[int | None]]:
@@ -246,10 +241,8 @@ class Assignment:
         for each in self._observation.carried:
             stages = {stage for event in each.events for stage in self._possible_stages(event)}
             if len(stages) > 1:
-                raise ModelError(
-                    f"model: {each.what} is left by one forward and used by the next on stages {sorted(stages)}, each "
-                    "of which has a copy of the model; keep it in one block"
-                )
+                why = f"{each.what} is left by one forward and used by the next on stages {sorted(stages)}"
+                raise ModelError(f"model: {why}, each with a copy of the model; keep it in one block")
         for event, stage in self._placed():
             for storage in event.writes if event.depends else ():
                 name = self._observation.stored.get(storage, "")
@@ -273,10 +266,8 @@ class Assignment:
         events = self._observation.events
         for event in events:
             if any(value.depends or (version >= 0 and events[version].depends) for value, version in event.asked):
-                raise ModelError(
-                    f"model: {event.where} needs the numbers of a tensor that a block wrote in place, which other "
-                    "stages lack; keep such a decision inside a block, or let the block write a copy"
-                )
+                why = f"{event.where} needs numbers that a block wrote in place, which other stages lack"
+                raise ModelError(f"model: {why}; decide inside a block, or let the block write a copy")
 
     def _stages_using(self, event: Event) -> set[int | None]:
         """Return the stages that use the results of an event that all stages run; None: all."""
@@ -354,7 +345,5 @@ class Assignment:
 
     def _refuse(self, value: Value, why: str, rather: str = _IN_PLACE) -> ModelError:
         maker = self._observation.events[value.made].where if value.made >= 0 else "an input or a buffer of the model"
-        return ModelError(
-            f"model: the tensor of shape {tuple(value.tensor.shape)} from {maker} {why}, and cannot cross the cut; "
-            f"{rather}, or cut elsewhere"
-        )
+        what = f"the tensor of shape {tuple(value.tensor.shape)} from {maker} {why}"
+        return ModelError(f"model: {what}, and cannot cross the cut; {rather}, or cut elsewhere")

@@ -145,6 +145,4 @@ class BatchReader:
             self._said_fewer = True
             if self._peer.worker == 0:
                 rows = "1 row" if found.rows == 1 else f"{found.rows} rows"
-                logger.warning(
-                    "num_microbatches=%d, but a batch of %s makes %d: its bubble is larger", wanted, rows, made
-                )
+                logger.warning("num_microbatches=%d: a batch of %s makes %d: its bubble is larger", wanted, rows, made)

@@ -214,10 +214,8 @@ def refuse_lists(tree: Tree, rows: int, given: Any) -> None:
         for part in tree.values() if isinstance(tree, dict) else tree:
             refuse_lists(part, rows, given)
     elif len(tree) == rows > 2 and any(part is not None for part in tree):
-        raise BatchError(
-            f"{_place(given, tree) or 'batch'}: a {type(tree).__name__} of {rows} beside {rows} rows would go whole to "
-            "every microbatch; make it a tensor, or pass microbatches=, a list of batches that are split"
-        )
+        why = f"a {type(tree).__name__} of {rows} beside {rows} rows would go whole to every microbatch"
+        raise BatchError(f"{_place(given, tree) or 'batch'}: {why}; make it a tensor, or pass microbatches=")
 
 
 def _refuse_packed(given: Any, inputs: Tree, targets: Tree, rows: int) -> None:
@@ -229,10 +227,8 @@ def _refuse_packed(given: Any, inputs: Tree, targets: Tree, rows: int) -> None:
     packed = [tensor for tensor in wide if tensor is labels and len(tensor) == 1]
     packed += [] if packed or any(len(tensor) > 1 for tensor in wide) else wide
     if packed:
-        raise BatchError(
-            f"{_place(given, packed[0])}: has one row, and others {rows}, as bounds of packed sequences have; every "
-            "microbatch would train on all of it; take num_microbatches=1, or pass microbatches="
-        )
+        why = f"{_place(given, packed[0])}: has one row, and others {rows}, as bounds of packed sequences have"
+        raise BatchError(f"{why}; take num_microbatches=1, or pass microbatches=")
 
 
 def refuse_graphs(given: Any) -> None:
@@ -243,10 +239,8 @@ def refuse_graphs(given: Any) -> None:
     """
     for tensor in tensors_of(dict(given) if isinstance(given, Mapping) else given):
         if tensor.grad_fn is not None or (tensor.requires_grad and isinstance(tensor, torch.nn.Parameter)):
-            raise BatchError(
-                f"{_place(given, tensor) or 'batch'}: requires a gradient, and a step gives none to its batch, so it "
-                "would not train what made it: make that a layer or part of the model, or detach the tensor"
-            )
+            why = f"{_place(given, tensor) or 'batch'}: requires a gradient, and a step gives none to its batch"
+            raise BatchError(f"{why}; make what made it a part of the model, or detach it")
 
 
 def _place(tree: Any, wanted: Tree, name: str = "batch") -> str:
@@ -272,10 +266,8 @@ def _num_rows(tree: Tree) -> int:
     if len(sizes) > 1:
         sizes.discard(1)
     if len(sizes) != 1:
-        raise BatchError(
-            f"batch: needs tensors that agree in dimension 0, or have 1 there; found {shapes_in(tree)}; pass "
-            "microbatches=, or a SplitBatch, if the rows lie elsewhere"
-        )
+        why = f"needs tensors that agree in dimension 0, or have 1 there; found {shapes_in(tree)}"
+        raise BatchError(f"batch: {why}; pass microbatches=, or a SplitBatch, if the rows lie elsewhere")
     return sizes.pop()
 
 
@@ -310,9 +302,7 @@ def update_shares(spec: Spec, shares: Sequence[float]) -> list[float] | None:
     if spec.takes_steps:
         return None
     if sum(shares) > 1.5:
-        raise BatchError(
-            f"{NUM_ITEMS}: is of the whole batch, and {type(spec).__name__} updates after a part; leave it out"
-        )
+        raise BatchError(f"{NUM_ITEMS}: is of the whole batch, and {type(spec).__name__} updates by part; leave it out")
     taken = [summed_update(spec, m) for m in range(len(shares))]
     parts: defaultdict[Action, list[float]] = defaultdict(list)
     for share, update in zip(shares, taken, strict=True):

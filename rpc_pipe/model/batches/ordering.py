@@ -90,9 +90,7 @@ class Ordering:
         times = list(found) if isinstance(found, (list, tuple)) else [found]
         numbers = [isinstance(t, (int, float)) and not isinstance(t, bool) and 0 <= t < math.inf for t in times]
         if len(times) not in (1, num_stages) or not all(numbers):
-            raise ConfigError(
-                f"microbatch_cost={found!r}: of microbatch {number}; must be seconds, or {num_stages} of them"
-            )
+            raise ConfigError(f"microbatch_cost={found!r}: of microbatch {number}; must be seconds, 1 or {num_stages}")
         return times
 
 
@@ -100,8 +98,6 @@ def _size(number: int, inputs: Tree) -> tuple[int, ...]:
     """Return the shape of the first tensor of a microbatch: its tokens, or (rows, length, ...)."""
     first = next(iter(tensors_of(inputs)), None)
     if first is None:
-        raise BatchError(
-            f"microbatch_order=balanced: microbatch {number} has no tensor on this worker; pass inputs "
-            "to every worker, or lengths= to a Loader"
-        )
+        fix = "pass inputs to every worker, or lengths= to a Loader"
+        raise BatchError(f"microbatch_order=balanced: microbatch {number} has no tensor on this worker; {fix}")
     return tuple(first.shape)

@@ -61,7 +61,5 @@ def _refuse_rewritten(earlier: Microbatches, later: Microbatches) -> None:
         return
     places, others = ({t.data_ptr() for t in tensors_of((m.inputs[0], m.targets[0]))} for m in (earlier, later))
     if places & others and earlier.now() != earlier.described:
-        raise BatchError(
-            "train: a batch was written after it was read, ahead of the step that runs; give each batch its memory, or "
-            "call `step` for each"
-        )
+        fix = "give each batch its memory, or call `step` for each"
+        raise BatchError(f"train: a batch was written after it was read, ahead of the step that runs; {fix}")

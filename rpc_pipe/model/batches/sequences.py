@@ -49,10 +49,8 @@ class Sequences:
             raise ConfigError("slices: output_router_logits=True balances experts over whole sequences; set it False")
         for name, module in whole.named_modules() if self._cache and whole is not None else ():
             if getattr(module, "gradient_checkpointing", False):
-                raise ConfigError(
-                    f"slices: {name or type(module).__name__} has gradient checkpointing on, which leaves out the "
-                    "cache of slices; turn it off, and let the schedule recompute (--set recompute=all)"
-                )
+                why = f"slices: {name or type(module).__name__} has gradient checkpointing on, without their cache"
+                raise ConfigError(f"{why}; turn it off, and let the schedule recompute (--set recompute=all)")
 
     def cut(self, found: Microbatches) -> Microbatches:
         """Return the slices of all microbatches, in order, as microbatches.
@@ -222,10 +220,8 @@ def length_of(tree: Tree) -> int:
     long = [tensor for tensor in tensors_of(tree) if tensor.dim() > 1]
     sizes = {tensor.shape[1] for tensor in long}
     if not any(tensor.dim() > 2 or not tensor.is_floating_point() for tensor in long):
-        raise ConfigError(
-            f"slices: a batch without tokens (rows, length) or vectors (rows, length, size); found {shapes_in(tree)}; "
-            "leave slices out, or give numbers, one a token, as (rows, length, 1)"
-        )
+        why = "a batch without tokens (rows, length) or vectors (rows, length, size)"
+        raise ConfigError(f"slices: {why}; found {shapes_in(tree)}; leave slices out, or give (rows, length, 1)")
     if len(sizes) == 1:
         return sizes.pop()
     raise ConfigError(f"slices: needs tensors that agree in dimension 1, the sequence; found {shapes_in(tree)}")

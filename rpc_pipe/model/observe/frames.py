@@ -90,25 +90,17 @@ def lost(tensor: Tensor, maker: Event | None, current: Event | None) -> ModelErr
         current: the event that takes it.
     """
     if current is not None and (called := _BACKWARD.get(current.func)):
-        return ModelError(
-            f"model: {current.where} calls {called} through blocks, of which each stage has only some; let a "
-            "block do so for itself, or name a module that contains them with blocks="
-        )
+        why = f"{current.where} calls {called} through blocks, of which each stage has only some"
+        return ModelError(f"model: {why}; let a block do so, or name a module that contains them with blocks=")
     what = f"a tensor of shape {tuple(tensor.shape)} that {caller()} takes"
     if maker is not None and maker.is_block:
-        return ModelError(
-            f"model: {what} was made in block {maker.where} and left it otherwise than by its return value; "
-            "return it, or leave it in an attribute of the block"
-        )
-    return ModelError(
-        f"model: {what} was made by an operation that Python does not see, or is kept by an object that is no "
-        "module; put it inside a block, keep it in a module, or name a module that contains it with blocks="
-    )
+        why = f"model: {what} was made in block {maker.where} and left it otherwise than by its return value"
+        return ModelError(f"{why}; return it, or leave it in an attribute of the block")
+    why = f"model: {what} was made by an operation that Python does not see, or is kept by no module"
+    return ModelError(f"{why}; put it inside a block, keep it in a module, or name its module with blocks=")
 
 
 def stale_view(tensor: Tensor) -> ModelError:
     """Return the error about a view of a trained weight that an attribute keeps."""
-    return ModelError(
-        f"model: a tensor of shape {tuple(tensor.shape)} that {caller()} takes is a view of a weight, kept in an "
-        "attribute: no update reaches its copies on stages; compute it in the forward, as by weight.t()"
-    )
+    why = f"a tensor of shape {tuple(tensor.shape)} that {caller()} takes is a view of a weight in an attribute"
+    return ModelError(f"model: {why}: no update reaches its copies; compute it in the forward, as by weight.t()")

@@ -134,10 +134,9 @@ class Observer(TorchFunctionMode):
                 raise
             if func is Tensor.__bool__ and id(args[0]) in self._healthy:
                 return self._presumed(event, self._healthy[id(args[0])])
-            raise ModelError(
-                f"model: {event.where} needs the numbers of a tensor that depends on parameters ({name_of(func)}: "
-                f"{first_sentence(error)}); keep such a decision inside a block, or name a module with it by blocks="
-            ) from None
+            why = f"needs numbers that depend on parameters ({name_of(func)}: {first_sentence(error)})"
+            fix = "keep such a decision inside a block, or name a module with it by blocks="
+            raise ModelError(f"model: {event.where} {why}; {fix}") from None
         finally:
             self.current = None
         self._end(event, result)

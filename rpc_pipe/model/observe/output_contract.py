@@ -25,10 +25,8 @@ def check_form(where: str, tree: Any, observed: Any, attribute: str = "") -> Non
     """
     if form_of(tree) != observed:
         what = f"left something else in its attribute {attribute}" if attribute else "returned something else"
-        raise ModelError(
-            f"model: block {where} {what} beside its tensors than when it was observed: only tensors travel to other "
-            "stages; return or leave tensors alone, as many in each forward"
-        )
+        why = f"block {where} {what} beside its tensors than when it was observed, and only tensors travel"
+        raise ModelError(f"model: {why}; return or leave tensors alone, as many in each forward")
 
 
 def alias_given(result: Any, known: Callable[[Tensor], bool]) -> Any:

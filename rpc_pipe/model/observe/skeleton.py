@@ -126,9 +126,8 @@ class Skeleton:
             fill_padding(each for (_, old), each in zip(modules, whole.modules(), strict=True) if each is not old)
             return whole
         except (TypeError, RuntimeError) as error:
-            raise ModelError(
-                f"model {type(model).__name__}: cannot be copied ({first_sentence(error)}); pass what makes it"
-            ) from None
+            why = f"cannot be copied ({first_sentence(error)}); pass what makes it"
+            raise ModelError(f"model {type(model).__name__}: {why}") from None
 
     def _note_places(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
         """Move buffers to the device; record the holders of parameters, and the names there."""
@@ -262,9 +261,7 @@ class Skeleton:
         for module in self.module.modules():
             is_around = module not in self.blocks and any(m in self.blocks for m in module.modules())
             if is_around and (module._backward_hooks or module._backward_pre_hooks):
-                raise ModelError(
-                    f"model: a backward hook of {self.name_of(module)} sees several stages; put it on a block"
-                )
+                raise ModelError(f"model: a backward hook of {self.name_of(module)} sees several stages; hook a block")
 
     @contextmanager
     def inside_block(self, mode: TorchFunctionMode) -> Iterator[None]:
@@ -336,9 +333,7 @@ def _refuse_modules(modules: Iterable[tuple[str, nn.Module]], whole: str) -> Non
         if module in COMPILED:  # by an earlier pipeline of this model; this one decides anew
             module._compiled_call_impl = None
         if module._compiled_call_impl is not None:
-            raise ModelError(
-                f"model: {name or whole} was compiled in its place; pass compile=True, or torch.compile blocks"
-            )
+            raise ModelError(f"model: {name or whole} was compiled in its place; pass compile=True, or compile blocks")
         if not name and type(module).__name__ == "OptimizedModule":
             raise ModelError("model: is torch.compile of the whole; pass the module, and torch.compile its blocks")
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):

@@ -86,10 +86,8 @@ class DecodingForward:
             self._skeleton.run = None
         found = output.logits if self._is_last else output
         if self._next < self._calls.stop or any(isinstance(tensor, Placeholder) for tensor in tensors(found)):
-            raise ModelError(
-                "generate: a stage needs more of the stage before than the result of one block; cut between whole "
-                "layers, by blocks= or fewer stages"
-            )
+            why = "a stage needs more of the stage before than the result of one block"
+            raise ModelError(f"generate: {why}; cut between whole layers, by blocks= or fewer stages")
         return output
 
     def block(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -249,15 +247,11 @@ class ObservedStage(Slice):
             script = next((each for each in accepting if all(map(each.allows, divergences))), None)
             if script is None:
                 if len(observed) == _MOST_TRIES and _is_compiled(divergences[-1]):
-                    raise ModelError(
-                        "model: calls code of torch.compile around its blocks, where several stages run; compile "
-                        "blocks alone, as compile=True does"
-                    )
+                    why = "calls code of torch.compile around its blocks, where several stages run"
+                    raise ModelError(f"model: {why}; compile blocks alone, as compile=True does")
                 if len(observed) == _MOST_TRIES:
-                    raise ModelError(
-                        f"model: its forward goes another way each time on the same inputs (now to "
-                        f"{name_of(divergences[-1].func)}); set layer drop to 0, or let each block decide for itself"
-                    )
+                    why = f"its forward goes another way each time (now to {name_of(divergences[-1].func)})"
+                    raise ModelError(f"model: {why}; set layer drop to 0, or let each block decide for itself")
                 if observed:
                     divergences.clear()  # the first forward may have changed the model permanently
                 script = self._observed(args, kwargs)

@@ -74,14 +74,10 @@ class ScriptedForward(TorchFunctionMode):
             made = {key: _with_history(self._tensors[key]) for place, key in script.sends if place is None}
             output = tuple(made[key] if place is None else self._payload[place] for place, key in script.sends)
         if any(isinstance(tensor, Placeholder) for tensor in tensors(output)):
-            raise ModelError(
-                f"model: stage {script.stage} would hand on a tensor that it does not have: a block computes by a "
-                "weight in a tuple or a function; hold it as an attribute, or in a list or dict"
-            )
+            why = "would hand on a tensor that it lacks: a block computes by a weight in a tuple or a function"
+            raise ModelError(f"model: stage {script.stage} {why}; hold it as an attribute, or in a list or dict")
         if any(tensor.grad_fn is not node for tensor, node in zip(self._payload, self._nodes, strict=True)):
-            raise ModelError(
-                "model: a function around blocks took the stage's inputs; use checkpoint(use_reentrant=False)"
-            )
+            raise ModelError("model: what is around blocks took inputs of a stage; use checkpoint(use_reentrant=False)")
         return output
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -54,9 +54,7 @@ def backend_for(name: str, place: int = 0) -> DeviceBackend:
         return DeviceBackend()
     kind, index = device.type, place % count if device.index is None else device.index
     if device.index is None and place >= count:
-        logger.warning(
-            "device %s: this host has %d devices, so worker %d of it shares %s:%d", kind, count, place, kind, index
-        )
+        logger.warning("device %s: this host has %d, so worker %d of it shares %s:%d", kind, count, place, kind, index)
     from .accelerator import Accelerator, AcceleratorBackend, Cuda
 
     return AcceleratorBackend((Cuda if kind == "cuda" else Accelerator)(torch.device(kind, index)))

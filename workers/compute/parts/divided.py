@@ -67,8 +67,6 @@ def _number(_: object, args: tuple[Any, ...], kwargs: object) -> Any:
     (tensor,) = args
     summands = any(placement.is_partial() for placement in tensor.placements)
     if summands and torch.distributed.get_world_size() < tensor.device_mesh.size():
-        raise ConfigError(
-            "members: a number of a divided tensor is read outside of the pipeline, where this member has a summand; "
-            "read it in pipe.gather, or take full_tensor() on all members"
-        )
+        why = "members: a number of a divided tensor is read outside of the pipeline, where it is a summand"
+        raise ConfigError(f"{why}; read it in pipe.gather, or take full_tensor() on all members")
     return local(tensor.full_tensor() if summands else tensor).item()

@@ -20,10 +20,8 @@ def refuse_untied(before: Mapping[str, object], after: Mapping[str, nn.Parameter
     for name, parameter in before.items():
         other = first.setdefault(parameter, name)
         if after.get(name) is not after.get(other):
-            raise ConfigError(
-                f"members: {other} and {name} are one parameter, and would be divided apart; put both into one layer "
-                "or block, or on two stages"
-            )
+            why = f"members: {other} and {name} are one parameter, and would be divided apart"
+            raise ConfigError(f"{why}; put both into one layer or block, or on two stages")
 
 
 def divide_layers(slice: Layers, divide: Divide, done: Collection[nn.Module]) -> None:

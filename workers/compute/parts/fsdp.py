@@ -115,10 +115,8 @@ def _refuse_writes(group: Any) -> None:
         for each, (weight, was) in zip(group.fsdp_params, before, strict=True):
             now = local(each.unsharded_param).detach()
             if now.data_ptr() != weight.data_ptr() or not torch.equal(sample(now), was):
-                raise ConfigError(
-                    f"shard: a forward writes its parameter of shape {tuple(now.shape)}, which FSDP2 would forget; "
-                    "leave its layer whole, by blocks= or a function, or bound the weight by pipe.modify"
-                )
+                why = f"shard: a forward writes its parameter of shape {tuple(now.shape)}, which FSDP2 would forget"
+                raise ConfigError(f"{why}; leave its layer whole by blocks=, or bound it by pipe.modify")
         looks.pop()
         if not looks:
             del group.pre_forward

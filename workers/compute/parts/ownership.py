@@ -118,10 +118,8 @@ class Ownership:
 
         def added(name: str, number: int, _: Tensor) -> None:
             if name not in missing[number]:
-                raise ConfigError(
-                    f"{name}: its gradient is added several times in a backward, as by a checkpoint with "
-                    "use_reentrant=True around a layer that is called twice; with replicas, pass use_reentrant=False"
-                )
+                why = f"{name}: its gradient is added several times in a backward, as by a reentrant checkpoint"
+                raise ConfigError(f"{why}; with replicas, pass use_reentrant=False")
             missing[number].remove(name)
             if not missing[number]:
                 reached(number)

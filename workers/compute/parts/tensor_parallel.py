@@ -64,10 +64,8 @@ def divide_by_plan(mesh: Any, module: nn.Module, name: str, model: nn.Module) ->
     }
     plan = _plan_of(model)
     if not plan:
-        raise ConfigError(
-            f"shard='tp': {type(model).__name__} has no tp_plan; take fsdp, or in a script a function of "
-            "(module, mesh), which may call torch's parallelize_module"
-        )
+        fix = "take fsdp, or in a script a function of (module, mesh), such as torch's parallelize_module"
+        raise ConfigError(f"shard='tp': {type(model).__name__} has no tp_plan; {fix}")
 
     def summed(grad: Tensor) -> Tensor:
         total = grad.clone()
@@ -76,10 +74,8 @@ def divide_by_plan(mesh: Any, module: nn.Module, name: str, model: nn.Module) ->
 
     # Not each pattern: plans of Hugging Face name layers that some settings of a model leave out.
     if not any(_style_of(plan, path) for path, part in model.named_modules() if isinstance(part, nn.Linear)):
-        raise ConfigError(
-            f"shard='tp': the tp_plan of {type(model).__name__} names no linear layer of it, such as "
-            f"{next(iter(plan))!r}; correct the names"
-        )
+        names = f"the tp_plan of {type(model).__name__} names no linear layer of it, such as {next(iter(plan))!r}"
+        raise ConfigError(f"shard='tp': {names}; correct the names")
     for path, part in list(module.named_modules(prefix=name)):
         style = _style_of(plan, path)
         if style == "replicated_with_grad_allreduce":  # it sees this member's heads alone
@@ -94,9 +90,7 @@ def divide_by_plan(mesh: Any, module: nn.Module, name: str, model: nn.Module) ->
         if style == "colwise" and (dim := getattr(model.get_submodule(path.rpartition(".")[0]), "head_dim", None)):
             heads = part.out_features // dim
             if heads % mesh.size():
-                raise ConfigError(
-                    f"shard='tp' members={mesh.size()}: {path} has {heads} heads; take a divisor, or fsdp"
-                )
+                raise ConfigError(f"shard='tp' members={mesh.size()}: {path} has {heads} heads; take a divisor or fsdp")
         parallelize_module(part, mesh, styles[style]())
 
 

@@ -53,19 +53,14 @@ def compare(noted: Sequence[ForwardArgs], run: Run, loss_fn: Callable[[Any, Any]
     mean = _mean([(loss_fn(whole, joined([each.target for each in noted])), share)], share)
     by_slices = _mean(losses, share)
     if not _close(mean, by_slices, _TOLERANCE_OF_LOSS):
-        raise ConfigError(
-            f"slices: the loss of a sequence is {float(mean):.6g}, and {float(by_slices):.6g} by its slices: shift "
-            "labels before the batch is given, and let a loss_fn that leaves out tokens return (sum, weight)"
-        )
+        why = f"slices: the loss of a sequence is {float(mean):.6g}, and {float(by_slices):.6g} by its slices"
+        raise ConfigError(f"{why}: shift labels before, and let a loss_fn that leaves out tokens return (sum, weight)")
 
 
 def refused(why: str) -> ConfigError:
     """Return the refusal of a stage; the workers' error names it."""
-    return ConfigError(
-        f"slices: a layer of this stage {why}, as attention without the keys and values of earlier slices, attention "
-        "in both directions, a convolution over time and batch norm do, so that slices give other numbers than the "
-        "whole: let it take and return a state (docs/models.md), or leave out slices"
-    )
+    why = f"slices: a layer of this stage {why}, as attention without earlier keys, convolutions and batch norm"
+    return ConfigError(f"{why}: let it take and return a state (docs/models.md), or leave out slices")
 
 
 def joined(trees: Sequence[Tree]) -> Tree:
