@@ -28,6 +28,11 @@ def form(tensor: Tensor):
 
 @pytest.mark.parametrize("operator, args", CALLS, ids=lambda each: getattr(each, "name", lambda: "")())
 def test_operators_of_shapes_alone_make_the_forms_that_real_ones_do(operator, args):
+    for _ in range(2):  # computed, then known from the first call
+        _compared(operator, args)
+
+
+def _compared(operator, args):
     real = mapped(args, torch.clone)
     shapes = PlaceholderFactory()
     given = mapped(real, shapes.like)
@@ -42,3 +47,22 @@ def test_operators_of_shapes_alone_make_the_forms_that_real_ones_do(operator, ar
     assert [any(t is other for other in tensors(given)) for t in tensors(made)] == [
         any(t is other for other in tensors(real)) for t in tensors(expected)
     ]
+
+
+def test_a_known_result_is_that_of_the_same_call_alone():
+    """Keys of a dict are equal where 1, 1.0 and True are, which give other dtypes; so does the default dtype."""
+    counts, shapes = PlaceholderFactory().like(torch.arange(4)), PlaceholderFactory()
+    found = [on_shapes(aten.add.Tensor, (counts, number), {}).dtype for number in (1, 1.0, True, 1.0)]
+    assert found == [torch.int64, torch.float32, torch.int64, torch.float32]
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert on_shapes(aten.add.Tensor, (counts, 1.0), {}).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(before)
+    x = shapes.like(X)
+    for rows in ([2, 8], [8, 2], [2, 8]):
+        view = on_shapes(aten.view.default, (x, rows), {})
+        assert list(view.shape) == rows and storage_of(view) == storage_of(x)
+    parts = [storage_of(part) for part in on_shapes(aten.unsafe_split.Tensor, (x, 2), {})]
+    assert parts == [storage_of(part) for part in on_shapes(aten.unsafe_split.Tensor, (x, 2), {})]
