@@ -1,5 +1,6 @@
 """What real training loops do, compared with the same loop in one process of plain PyTorch."""
 
+import copy
 import random
 from functools import partial
 
@@ -262,6 +263,51 @@ def test_running_statistics_of_whole_batches(whole):
     torch.testing.assert_close(state[found[0].replace("mean", "var")], norm.running_var)
     assert int(state[found[0].replace("running_mean", "num_batches_tracked")]) == 3
     assert first is not None
+
+
+class NormedAndActivated(nn.BatchNorm1d):
+    """Has its own forward, as those of timm have."""
+
+    def forward(self, input):
+        return super().forward(input=input).relu()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_batch_norm_with_a_forward_of_its_own_keeps_it_when_deferred(whole):
+    """The forward was replaced by that of a plain batch normalisation: no ReLU, and another loss."""
+    torch.manual_seed(2)
+    reference = nn.Sequential(nn.Linear(8, 8), NormedAndActivated(8), nn.Linear(8, 8))
+    model = Chain(copy.deepcopy(reference)) if whole else [*copy.deepcopy(reference)]
+    x = BATCHES[0][0]
+    with Pipeline(
+        model, nn.functional.mse_loss, num_workers=2, num_microbatches=1, example=(x, x),
+        training=Training(deferred_batch_norm=True),
+    ) as pipe:  # fmt: skip
+        assert pipe.step((x, x)) == nn.functional.mse_loss(reference(x), x).item()
+        means = [tensor for name, tensor in pipe.weights.state_dict().items() if "running_mean" in name]
+    torch.testing.assert_close(means, [reference[1].running_mean])
+
+
+class WritesItself(nn.BatchNorm1d):
+    def forward(self, input):
+        return nn.functional.batch_norm(input, self.running_mean, self.running_var, training=self.training)
+
+
+def test_a_batch_norm_that_writes_its_statistics_itself_is_not_deferred():
+    options = {"num_workers": 1, "num_microbatches": 2, "training": Training(deferred_batch_norm=True)}
+    with refused("deferred_batch_norm"), Pipeline([WritesItself(8)], nn.functional.mse_loss, **options) as pipe:
+        pipe.step(BATCHES[0])
+
+
+class Chain(nn.Module):
+    def __init__(self, parts):
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, x):
+        for part in self.parts:
+            x = part(x)
+        return x
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

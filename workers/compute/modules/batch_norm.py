@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .torch_internals import BatchNorm
@@ -17,6 +18,11 @@ from .torch_internals import BatchNorm
 #: names of the buffers with sums over microbatches, and of the buffers that take them over
 SUMS = ("sums", "squares", "count")
 _RUNNING = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def is_deferred(module: nn.Module) -> bool:
+    """Return whether `deferred_batch_norm.py` has changed a module."""
+    return isinstance(module, BatchNorm) and "squares" in module._buffers
 
 
 class Statistics:
@@ -28,14 +34,14 @@ class Statistics:
         self._held: list[tuple[Tensor, Tensor]] = []
 
     def _deferred(self) -> list[Any]:
-        """Return those of the class of `deferred_batch_norm.py`, which few trainings load."""
-        return [module for module in self._modules if isinstance(module, BatchNorm) and hasattr(module, "squares")]
+        return list(filter(is_deferred, self._modules))
 
     def commit(self) -> None:
-        """Take over all of it."""
+        """Take over all of it, and begin the sums anew."""
         for module in self._deferred():
-            module.commit()
+            _commit(module)
         self._held = []
+        self.restore()  # to none
 
     def hold(self) -> None:
         """Keep the sums of a complete step for a later update."""
@@ -43,8 +49,8 @@ class Statistics:
 
     def restore(self) -> None:
         """Set the sums to the values after complete steps."""
-        for module in self._deferred():
-            module.forget()
+        for tensor in self.named(summed=True).values():
+            tensor.zero_()
         for tensor, held in self._held:
             tensor.copy_(held)
 
@@ -55,6 +61,17 @@ class Statistics:
 
     def sums(self) -> list[tuple[Tensor, dict[str, Tensor]]]:
         """Return the sums by name, with the running mean that they will change."""
-        return [
-            (m.running_mean, {n: getattr(m, n) for n in SUMS}) for m in self._deferred() if m.running_mean is not None
-        ]
+        return [(m.running_mean, {n: getattr(m, n) for n in SUMS}) for m in self._deferred()]
+
+
+@torch.no_grad()
+def _commit(module: Any) -> None:
+    """Take over the statistics of all microbatches since the last update. No synchronisation."""
+    some = module.count > 0
+    count = module.count.clamp(min=1)
+    mean = module.sums / count
+    variance = (module.squares / count - mean * mean).clamp(min=0) * (count / (count - 1).clamp(min=1))
+    module.num_batches_tracked += some
+    factor = 1.0 / module.num_batches_tracked.clamp(min=1) if module.momentum is None else module.momentum
+    for running, batch in ((module.running_mean, mean), (module.running_var, variance)):
+        running.copy_(torch.where(some, running + factor * (batch.to(running.dtype) - running), running))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .deferred_batch_norm import DeferredBatchNorm
+from .batch_norm import is_deferred
 from .module_state import INSIDE, ModuleState, Place, Probe
 
 
@@ -57,7 +57,7 @@ class BufferMirror:
         Without deferred batch normalisations, which are alike in all replicas after an update.
         """
         is_due, places = self._probe.is_due(), self._places.items()
-        return {k: p for k, p in places if not isinstance(p[0], DeferredBatchNorm) and (is_due or p in self._changed)}
+        return {k: p for k, p in places if not is_deferred(p[0]) and (is_due or p in self._changed)}
 
     def give(self) -> dict[str, Tensor]:
         """Return copies of this replica's buffers, behind the last forward of a step."""
