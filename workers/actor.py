@@ -125,13 +125,13 @@ class WorkerActor(Context):
     def _begin(self, first: StepInput, batches: Iterator[StepInput]) -> Stream:
         if self.backend.in_step:
             keep_freed_memory()
-        kind: type[Stream] = Stream
+        overlap = None
         if first.train and not first.spec.synchronous:
-            from .overlap import OverlappingStream
+            from .overlap import Overlap
 
-            kind = OverlappingStream
+            overlap = Overlap(self)
         self.backend.use()
-        self._streams.append(kind(self, batches, self._bound_for))
+        self._streams.append(Stream(self, batches, self._bound_for, overlap))
         return self._streams[-1]
 
     def _end(self, stream: Stream) -> None:

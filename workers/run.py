@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,6 +26,9 @@ from .step import ActionContext, Bound, Context, Step, StepData, StepInput
 from .transport.carrier import Delivered
 from .transport.payload import Payload, pack, tensors_of, unpack
 
+if TYPE_CHECKING:
+    from .overlap import Overlap
+
 _MOST_OPEN = 2
 
 
@@ -32,25 +37,33 @@ class Stream:
 
     Args:
         bound_for: returns the tasks of a batch's part on the worker.
+        overlap: opens the steps of a schedule that is not synchronous, and chooses between their actions.
     """
 
-    def __init__(self, worker: Context, batches: Iterator[StepInput], bound_for: Callable[[StepInput], Bound]) -> None:
+    def __init__(
+        self, worker: Context, batches: Iterator[StepInput], bound_for: Callable[[StepInput], Bound],
+        overlap: Overlap | None,
+    ) -> None:  # fmt: skip
         self._worker = worker
         self._mailbox, self._carrier = worker.mailbox, worker.mailbox.carrier
         self._batches = batches
-        self._bound_for = bound_for
+        self._bound_for, self._overlap = bound_for, overlap
         self._ended = False
         self._between_steps = BetweenSteps(worker)
         #: open steps, the oldest first, by their number among runs
         self._steps: dict[int, Step] = {}
         #: the one that was opened last, while it is open
         self._newest: Step | None = None
+        #: results of steps that have been completed before they were asked for
+        self._flushed = deque[Result]()
 
     def next(self) -> Result | None:
         """Run until the oldest step is complete on this worker; None: there are no more.
 
         No iterator: a StopIteration that a model raises would end it.
         """
+        if self._flushed:
+            return self._flushed.popleft()
         self._between_steps.end(self._begun())  # modules are as forwards of the next step have left them
         if self._steps:
             self._carrier.calls.go_on(next(iter(self._steps)))
@@ -81,6 +94,10 @@ class Stream:
         return None if oldest is None or oldest.forwards_left == oldest.batch.part.num_forwards else oldest
 
     def _open_next(self) -> None:
+        if self._overlap is not None:
+            if not self._ended:
+                self._overlap.open_next(self._batches, self._steps, self._open)
+            return
         newest = self._newest
         if self._ended or (newest is not None and newest.forwards_left) or len(self._steps) == _MOST_OPEN:
             return
@@ -99,7 +116,8 @@ class Stream:
         )
         # In the middle of a stream, too, an evaluation draws the numbers of the step that would be next.
         number = self._worker.next_step if batch.train else self._worker.step
-        undoable = self._undoable(batch)
+        # It may have to be undone, or rests while the caller acts.
+        undoable = self._overlap is not None or self._worker.recovers or bool(self._steps and batch.train)
         for shard in self._worker.shards.values() if batch.train else ():
             shard.updating.refuse_untrained()
         run, (tasks, questions, arriving) = self._mailbox.begin(batch.call, most_open - 1), self._bound_for(batch)
@@ -120,16 +138,16 @@ class Stream:
                 self._carrier.outbox.offer((run, what), pack(scatter.lists[what]), takers)
         return step
 
-    def _undoable(self, batch: StepInput) -> bool:
-        """Return whether a step that begins now may have to be undone, or rests while the caller acts."""
-        return self._worker.recovers or bool(self._steps and batch.train)
-
     def flush(self) -> None:
-        """Complete begun steps; no synchronous step waits for a later one."""
+        """Complete the steps that overlap; their results are given next. No synchronous step waits for a later one."""
+        if self._overlap is not None:
+            self._overlap.flush(self.next, self._steps, self._flushed)
 
     def abandon(self) -> None:
         """Undo incomplete steps; all workers do so after the same step."""
         if not self._steps:
+            if self._overlap is not None:
+                self._overlap.abandon()
             return
         self._between_steps.abandon(next(iter(self._steps.values())))
         for shard in self._worker.shards.values():
@@ -157,6 +175,8 @@ class Stream:
 
     def _choose(self) -> tuple[Step, Entry] | None:
         """Return the next compute action; None if nothing may run now."""
+        if self._overlap is not None:
+            return self._overlap.choose(self._steps)
         for step in self._steps.values():
             entry = step.state.take()
             if entry is not None:
@@ -330,27 +350,14 @@ class Stream:
         worker.listeners.tell(
             "step_finished",
             StepRecord(
-                worker.worker,
-                step.ordinal,
-                step.start_ns,
-                time.perf_counter_ns(),
-                records,
-                step.tally.arrived,
-                float("nan") if loss is None else loss,
-                step.batch.data.rows,
-                step.batch.data.tokens,
-                worker.backend.peak_bytes(),
-                len(self._carrier.outbox),
-                len(step.batch.data.shares),
-                *step.batch.data.waited,
-                step.batch.data.order,
-                step.batch.data.with_padding,
-                norm,
-                worker.learning_rate,
-                observations=sum(shard.slice.observed[0] for shard in worker.shards.values()),
+                worker.worker, step.ordinal, step.start_ns, time.perf_counter_ns(), records, step.tally.arrived,
+                float("nan") if loss is None else loss, step.batch.data.rows, step.batch.data.tokens,
+                worker.backend.peak_bytes(), len(self._carrier.outbox), len(step.batch.data.shares),
+                *step.batch.data.waited, step.batch.data.order, step.batch.data.with_padding, norm,
+                worker.learning_rate, observations=sum(shard.slice.observed[0] for shard in worker.shards.values()),
                 observed_ns=sum(shard.slice.observed[1] for shard in worker.shards.values()),
             ),
-        )
+        )  # fmt: skip
 
 
 @cache
