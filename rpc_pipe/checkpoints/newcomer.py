@@ -21,7 +21,6 @@ from torch import Tensor
 from ..workers.actor import WorkerActor
 from ..workers.compute.modules.buffer_mirror import mirror_of
 from ..workers.compute.shard import Shard
-from .resumption import Resumption
 from .shard_state import Stages, described, model_tensors, optimizer_tensors, put
 
 _MODEL, _REST, _MIRROR = "model/", "rest/", "mirror/"
@@ -129,51 +128,51 @@ class Journal:
         self._at += self._size
 
 
-class Repetition(Resumption):
-    """The calls of a newcomer's script until it takes part.
+class Repetition:
+    """The results of a job's calls, as a newcomer's script asks for them until it takes part.
 
     Args:
         take_part: called when there is no entry; lets the process take part, if the time has come, and returns whether.
         look: called while an entry is awaited.
+
+    Attributes:
+        goes_on: whether the process does not take part yet.
     """
 
     def __init__(self, journal: Journal, take_part: Callable[[], bool], look: Callable[[], None]) -> None:
-        super().__init__()
         self._journal, self._take_part, self._look = journal, take_part, look
-        self._replays = True
+        self.goes_on = True
 
-    @property
-    def behind(self) -> bool:
-        return self._replays
-
-    def skip_step(self, batch: str, rows: int = 0) -> float:
-        self._asked += 1
+    def step(self, number: int) -> tuple[float, float | None]:
+        """Return loss and norm of a training step; nan for one before the checkpoint that the job resumed from."""
         while isinstance(entry := self._next(), dict):  # the script has left out an evaluation
             self._journal.advance()
         step, loss, norm = entry
-        if step > self._asked:  # an earlier step than the checkpoint that the job resumed from
-            return math.nan
+        if step > number:
+            return math.nan, None
         self._journal.advance()
-        self.note_step(loss, batch, norm, rows)
-        while self._journal.read() is None:
-            if self._take_part():
-                self._replays = False
-                break
-            self._wait()
-        return float(loss)
+        return float(loss), norm
 
-    def evaluated(self) -> dict[str, tuple[float, float]]:
+    def wait(self) -> None:
+        """Wait until there is a further entry, or the process takes part."""
+        while self.goes_on and self._journal.read() is None:
+            self.goes_on = not self._take_part()
+            if self.goes_on:
+                self._pause()
+
+    def evaluated(self) -> dict[str, tuple[float, float]] | None:
+        """Return the values of an evaluation, with their weights, by name; None: the job has not made it here."""
         entry = self._next()
         if not isinstance(entry, dict):
-            return super().evaluated()
+            return None
         self._journal.advance()
         return {name: (value, weight) for name, (value, weight) in entry.items()}
 
     def _next(self) -> Any:
         while (entry := self._journal.read()) is None:
-            self._wait()
+            self._pause()
         return entry
 
-    def _wait(self) -> None:
+    def _pause(self) -> None:
         self._look()
         time.sleep(_PAUSE_S)

@@ -8,9 +8,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..dependency import ConfigError
+
+if TYPE_CHECKING:
+    from .newcomer import Repetition
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +43,11 @@ class Resumption:
         norm: of the gradients of the last training step, if it was asked for.
         stopped: whether the last skipped step was the last of all.
         averaged: whether weights and their averages are exchanged now.
+        repetition: gives the results of a job that this process comes to, until it takes part.
     """
 
     stopped = False
+    repetition: Repetition | None = None
 
     def __init__(self, about: Mapping[str, Any] = {}) -> None:
         self.averaged = False
@@ -70,7 +75,7 @@ class Resumption:
     @property
     def behind(self) -> bool:
         """Whether the script has not reached the checkpoint yet."""
-        return self._asked < self._covered
+        return self._asked < self._covered if self.repetition is None else self.repetition.goes_on
 
     def steps_done(self, now: int) -> int:
         """Return how many training steps the script has asked for, which are `now` when none is skipped any more."""
@@ -89,6 +94,11 @@ class Resumption:
         if not self._asked and rows and self.rows not in (0, rows):
             logger.warning("the first batch has %d rows, and had %d in the run before", rows, self.rows)
         self._asked += 1
+        if self.repetition is not None:
+            loss, norm = self.repetition.step(self._asked)
+            self.note_step(loss, batch, norm, rows)
+            self.repetition.wait()
+            return loss
         if not self.behind and batch != self.batch and batch and self.batch:
             raise ConfigError(
                 f"--resume: the last step before the checkpoint was of {self.batch}, and is of {batch}; continue with "
@@ -98,7 +108,8 @@ class Resumption:
 
     def evaluated(self) -> dict[str, tuple[float, float]]:
         """Return the value of an evaluation that is skipped, and its weight, by the name of a metric."""
-        return {"": (math.nan, 1.0)}
+        found = None if self.repetition is None else self.repetition.evaluated()
+        return {"": (math.nan, 1.0)} if found is None else found
 
     def refuse_averaged(self, what: str) -> None:
         """Raise if the weights are their average: training, or a checkpoint, would continue from it."""

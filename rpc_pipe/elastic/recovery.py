@@ -122,7 +122,6 @@ class Recovery:
     Attributes:
         accumulated: the batches of the steps since the last update.
         journal: of the results of calls; None: no newcomer joins.
-        repetition: of a newcomer: the calls until it takes part.
 
     Raises:
         ConfigError: replicas of the model differ.
@@ -144,12 +143,11 @@ class Recovery:
         self._noted_in = -1
         self._told_caught_up = self._is_gone = False
         self.journal = Journal(self._root.folder()) if job.newcomer or job.rejoins or not job.one_host else None
-        self.repetition: Repetition | None = None
         actor = self._actor
         actor.elastic = actor.recovers = actor.keeps_broken = True
         at_exit(self._leave)
         if job.newcomer and self.journal is not None:
-            session.results = self.repetition = Repetition(self.journal, self._take_part, self._look)
+            session.results.repetition = Repetition(self.journal, self._take_part, self._look)
             session.process = actor.worker or -1  # a newcomer does not log again
             return
         self._heir.tell_ready()
@@ -166,7 +164,8 @@ class Recovery:
     @property
     def repeats(self) -> bool:
         """Whether this process is a newcomer that does not take part yet."""
-        return self.repetition is not None and self.repetition.behind
+        repetition = self._session.results.repetition
+        return repetition is not None and repetition.goes_on
 
     def call(self, call: Callable[[WorkerActor], R], *, trains: bool = False) -> R:
         """Return the result of `call` on the worker, which makes it again where a worker has died meanwhile.
@@ -332,11 +331,10 @@ class Recovery:
 
     def _begin_at(self, step: int, known: tuple[Any, ...], facts: dict[str, Any]) -> None:
         """Begin after a step that other workers have made."""
-        assert self.repetition is not None
         parts, norm, finite = known
         result = Result(parts, {})
         result.norm_tensor, result.finite_tensor = norm, finite
-        self._known, self.repetition.stopped = known, result.stop
+        self._known, self._session.results.stopped = known, result.stop
         self._session.facts.update(facts)
         self._session.end.observe_result(result)
         self._actor.go_on_at(step, 0)

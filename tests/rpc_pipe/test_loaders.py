@@ -7,6 +7,7 @@ from torch import nn
 
 from rpc_pipe import Pipeline
 from rpc_pipe.checkpoints.newcomer import Journal, Repetition
+from rpc_pipe.checkpoints.resumption import Resumption
 from rpc_pipe.dependency import BatchError, NotFinite, PipeError
 from rpc_pipe.pipeline import SplitBatch
 
@@ -182,7 +183,8 @@ def test_a_newcomer_gets_the_metrics_of_evaluations_from_the_journal(tmp_path):
         written.write(first)
         written.write(scores)
         written.write((step + 1, 0.25, None))
-    newcomer = Repetition(read, lambda: True, lambda: None)
+    newcomer = Resumption()
+    newcomer.repetition = Repetition(read, lambda: True, lambda: None)
     assert newcomer.evaluated() == first and newcomer.evaluated() == scores
     assert newcomer.skip_step("") == 0.25
     assert newcomer.skip_step("") == 0.25 and not newcomer.behind  # its script has left out two evaluations
