@@ -454,6 +454,6 @@ def test_workers_that_cannot_be_divided_are_refused_before_anything_starts(tmp_p
     script = tmp_path / "train.py"
     script.write_text("raise AssertionError('started')")
     assert main(["run", str(script), "--workers", "5", "--replicas", "2"]) == 2
-    assert "replicas 2: 5 workers cannot be divided among them" in capsys.readouterr().err
+    assert "--replicas 2: must divide 5 workers" in capsys.readouterr().err
     with refused("replicas"):
         Pipeline(LAYERS, nn.functional.mse_loss, num_workers=3, num_microbatches=4, replicas=2)
