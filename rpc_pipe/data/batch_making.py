@@ -168,7 +168,7 @@ class Residency:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-#: samples that are located together, which takes hardly longer than for one batch
+#: samples that are located together, which takes hardly longer than for one batch; but each epoch takes its time
 _LOCATED = 4096
 
 #: a chunk, the numbers of its samples, and their places in the batch
@@ -208,10 +208,10 @@ def _located(
     order: Order, shares: Dealt, start: int, own: SomeRows | None = None
 ) -> Iterator[list[tuple[Segment, list[Segmented]]]]:
     """Yield the places of a batch's samples, or of the rows `own`, batch by batch and block by block."""
-    share = shares.at(start)
+    share, most = shares.at(start), min(_LOCATED, order.num_samples)
     while share is not None:
         batches: list[Numbers] = []
-        while share is not None and sum(map(len, batches)) < _LOCATED:
+        while share is not None and sum(map(len, batches)) < most:
             batch = np.arange(share.begin, share.end)
             batches.append(batch if own is None else batch[own.of(len(batch), share.begin)])
             share = shares.at(share.after)
