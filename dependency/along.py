@@ -35,11 +35,8 @@ class Along:
 
     def _less(self, other: Any) -> tuple[int, int]:
         """Return the first and the step of the difference to a number."""
-        return (
-            (self.first - other.first, self.step - other.step)
-            if isinstance(other, Along)
-            else (self.first - other, self.step)
-        )
+        first, step = ends(other)
+        return self.first - first, self.step - step
 
     def __add__(self, other: Any) -> Any:
         if isinstance(other, Along):

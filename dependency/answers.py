@@ -119,9 +119,7 @@ def _grows(memory: Memory, worker: int) -> tuple[str, str] | None:
     spec, number = memory.spec, memory.spec.num_microbatches
     everywhere = (action for w in range(spec.num_workers) for action in spec.own_actions(w))
     idle = overrides(type(spec), "after") and not any(list(spec.after(action)) for action in everywhere)
-    return (
-        f"worker {worker} may keep the activations of {lives.most[-1]} forwards, of {number} microbatches, "
-        f"when gradients are late{UNSURE * (not is_exact)}, but its order keeps {in_order[-1]}: "
-        f"nothing in the relation bounds memory, it grows with the microbatches. {WINDOW}{_NAMES_NOTHING * idle}",
-        draw_held(lives.run_to_most(), in_order[-1]),
-    )
+    keeps = f"worker {worker} may keep the activations of {lives.most[-1]} forwards, of {number} microbatches"
+    late = f"when gradients are late{UNSURE * (not is_exact)}, but its order keeps {in_order[-1]}"
+    grows = f"nothing in the relation bounds memory, it grows with the microbatches. {WINDOW}{_NAMES_NOTHING * idle}"
+    return f"{keeps}, {late}: {grows}", draw_held(lives.run_to_most(), in_order[-1])

@@ -162,21 +162,18 @@ def _check_needs(spec: Spec, worker: int, action: Action, *, slotted: bool) -> N
             from .unroll import draw_edge
 
             away = abs(need.stage - action.stage)
-            raise ScheduleError(
-                f"after({action}) names {need} of worker {spec.worker(need)}, which is no neighbour: "
-                f"only stages {max(0, action.stage - 1)} to {min(spec.last_stage, action.stage + 1)} "
-                f"and the stages of worker {worker} may be named",
-                draw_edge(spec, need, action, f", {away} stages away") if slotted else "",
-            )
+            near = f"stages {max(0, action.stage - 1)} to {min(spec.last_stage, action.stage + 1)}"
+            rule = f"only {near} and the stages of worker {worker} may be named"
+            drawing = draw_edge(spec, need, action, f", {away} stages away") if slotted else ""
+            named = f"after({action}) names {need} of worker {spec.worker(need)}, which is no neighbour"
+            raise ScheduleError(f"{named}: {rule}", drawing)
     for need in spec.needs(action) if slotted else ():
         slot, before = spec.slot(action), spec.slot(need)
         if before >= slot:
             from .unroll import draw_edge
 
-            raise ScheduleError(
-                f"{action} (slot {slot}) needs {need} (slot {before}): the slot must grow along every edge",
-                draw_edge(spec, need, action, f", so the slot of {need} must be the smaller one"),
-            )
+            rule = f"{action} (slot {slot}) needs {need} (slot {before}): the slot must grow along every edge"
+            raise ScheduleError(rule, draw_edge(spec, need, action, f", so the slot of {need} must be the smaller one"))
 
 
 def _why_not_run(spec: Spec, action: Action) -> str:
@@ -216,8 +213,6 @@ def _check_claim(memory: Memory, worker: int, claimed: int, what: str, told: str
     if lives.most[-1] > claimed:
         from .unroll import draw_held
 
-        raise ScheduleError(
-            f"worker {worker} may keep {lives.most[-1]} {told}{UNSURE * (not is_exact)}, "
-            f"but peak_{what}({worker}) promises {claimed}. {advice}",
-            draw_held(lives.run_to_most(), claimed - lives.most[0]),
-        )
+        keeps = f"worker {worker} may keep {lives.most[-1]} {told}{UNSURE * (not is_exact)}"
+        held = draw_held(lives.run_to_most(), claimed - lives.most[0])
+        raise ScheduleError(f"{keeps}, but peak_{what}({worker}) promises {claimed}. {advice}", held)

@@ -72,8 +72,7 @@ def decoding_part(placed: Spec, worker: int, groups: int, rounds: int) -> Part:
     Raises:
         ScheduleError: it cannot be run.
     """
-    spec = Decoding(
-        num_workers=placed.num_workers, num_microbatches=(rounds + 1) * groups, placed=placed, groups=groups
-    )
+    many = (rounds + 1) * groups
+    spec = Decoding(num_workers=placed.num_workers, num_microbatches=many, placed=placed, groups=groups)
     check_runs(spec, [worker])
     return Part(spec, worker, entries(spec, worker, forward_only=True))

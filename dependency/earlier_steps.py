@@ -34,10 +34,8 @@ def most_open(spec: Declared) -> int:
     if spec.synchronous:
         return 2
     last = spec.num_microbatches - 1
-    longest = max(
-        spec.slot(spec.actions(stage, last)[-1]) - spec.slot(spec.actions(stage, 0)[0])
-        for stage in range(spec.num_stages)
-    )
+    ends = ((spec.actions(stage, 0)[0], spec.actions(stage, last)[-1]) for stage in range(spec.num_stages))
+    longest = max(spec.slot(end) - spec.slot(begin) for begin, end in ends)
     return longest // period(spec) + 2
 
 

@@ -113,18 +113,10 @@ class _Flow:
             pattern = self._patterns[key] = self._pattern(action)
         own_kinds, pulled_kinds, consumers, sources, here, earlier = pattern
         needs = [new(Action, (s, k, m)) for s, k in own_kinds]
-        return new(
-            Entry,
-            (
-                action,
-                (*needs, *(need for need in own if need not in needs)) if own else tuple(needs),
-                (*[new(Pulled, (new(Action, (s, k, m)), at, True)) for s, k, at in pulled_kinds], *pulled),
-                consumers,
-                tuple([new(Action, (s, k, m)) for s, k in sources]),
-                here,
-                earlier,
-            ),
-        )
+        all_own = (*needs, *(need for need in own if need not in needs)) if own else tuple(needs)
+        all_pulled = (*[new(Pulled, (new(Action, (s, k, m)), at, True)) for s, k, at in pulled_kinds], *pulled)
+        origins = tuple([new(Action, (s, k, m)) for s, k in sources])
+        return new(Entry, (action, all_own, all_pulled, consumers, origins, here, earlier))
 
     def goes_forward(self, action: Action) -> bool:
         """Return whether an evaluation runs `action`: all up to the payload for the next stage, and the step's end.
@@ -153,14 +145,10 @@ class _Flow:
             raise ScheduleError(f"actions: {action} is part of an evaluation and needs {late[0]}, which is not")
         origin = spec.origin(action)
         consumers = {spec.worker(follower) for follower in spec.successors(action)}
-        return _Pattern(
-            tuple((need.stage, need.kind) for need, at in placed if at == worker),
-            tuple((need.stage, need.kind, at) for need, at in placed if at != worker),
-            tuple(sorted(consumers - {worker})),
-            () if origin is None else ((origin.stage, origin.kind),),
-            worker in consumers,
-            self._earlier(action),
-        )
+        own = tuple((need.stage, need.kind) for need, at in placed if at == worker)
+        pulled = tuple((need.stage, need.kind, at) for need, at in placed if at != worker)
+        takers, sources = tuple(sorted(consumers - {worker})), () if origin is None else ((origin.stage, origin.kind),)
+        return _Pattern(own, pulled, takers, sources, worker in consumers, self._earlier(action))
 
     def _earlier(self, action: Action) -> tuple[tuple[int, Action], ...]:
         """Return the needs of an action in the step before a synchronous one."""
@@ -172,15 +160,10 @@ class _Flow:
         _, others = self._tree.needs(action)
         placed = [(need, spec.worker(need)) for need in others]
         consumers = {spec.worker(follower) for follower in self._tree.successors(action)}
-        return Entry(
-            action,
-            (*own, *(need for need, at in placed if at == worker)),
-            (*(Pulled(need, at, True) for need, at in placed if at != worker), *pulled),
-            tuple(sorted(consumers - {worker})),
-            tuple(need for need in others if not need.kind.per_microbatch),
-            worker in consumers,
-            self._earlier(action),
-        )
+        here = (*own, *(need for need, at in placed if at == worker))
+        there = (*(Pulled(need, at, True) for need, at in placed if at != worker), *pulled)
+        takers, sources = tuple(sorted(consumers - {worker})), tuple(n for n in others if not n.kind.per_microbatch)
+        return Entry(action, here, there, takers, sources, worker in consumers, self._earlier(action))
 
 
 def peaks_in_order(program: Iterable[Action]) -> list[int]:
@@ -343,9 +326,6 @@ class Part:
     def shard(self, action: Action) -> tuple[int, int]:
         """Return (stage, route) of the shard of `action`."""
         stage, kind, index = action
-        route = (
-            routes(self.spec, self.forward_only)(index)
-            if kind.per_microbatch
-            else route_in(index, self.spec.num_routes)
-        )
+        found = routes(self.spec, self.forward_only)
+        route = found(index) if kind.per_microbatch else route_in(index, self.spec.num_routes)
         return stage, route

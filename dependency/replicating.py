@@ -100,9 +100,8 @@ class Replicated(Transformation):
         replica, inner = split_route(route, self._replicas[0].num_routes)
         own = self._replicas[replica].place(stage, inner)
         of_one = self.num_workers // self.parallelism.replicas
-        return (
-            replica * of_one + own if self.parallelism.spread == "stages" else own * self.parallelism.replicas + replica
-        )
+        one_by_one = own * self.parallelism.replicas + replica
+        return replica * of_one + own if self.parallelism.spread == "stages" else one_by_one
 
     def own_place(self, worker: int) -> tuple[int, int]:
         """Return the replica of `worker`, and which worker of it `worker` is."""

@@ -56,17 +56,9 @@ class StepReports:
         took_ns = max(worker.record.end_ns - worker.ended_ns for worker in self._workers)
         busy_ns = sum(record.busy_ns for record in records) / len(records)
         rows, tokens = (max(getattr(record, what) for record in records) for what in ("rows", "tokens"))
-        report = StepReport(
-            self._pipe.steps_done,
-            loss,
-            self._pipe.grad_norm,
-            self._pipe.learning_rate,
-            took_ns / 1e6,
-            max(0.0, took_ns - busy_ns) / 1e6,
-            1e9 * rows / took_ns,
-            1e9 * tokens / took_ns,
-            max(record.peak_bytes for record in records),
-        )
+        now = self._pipe.steps_done, loss, self._pipe.grad_norm, self._pipe.learning_rate, took_ns / 1e6
+        rates = max(0.0, took_ns - busy_ns) / 1e6, 1e9 * rows / took_ns, 1e9 * tokens / took_ns
+        report = StepReport(*now, *rates, max(record.peak_bytes for record in records))
         for function in self._functions:
             function(report)
 

@@ -54,9 +54,8 @@ def _forward(ctx: ActionContext) -> Payload | None:
         target, share = worker.backend.load(data.targets[at]), data.shares[at]
         scale = None if data.scales is None else data.scales[at]
     place = None if data.places is None else data.places[at]
-    tree, loss = shard.forward(
-        ForwardArgs(step.number, m, payload, fields, target, share, task.saves, task.recomputes, scale, place)
-    )
+    given = ForwardArgs(step.number, m, payload, fields, target, share, task.saves, task.recomputes, scale, place)
+    tree, loss = shard.forward(given)
     if loss is not None:
         step.tally.losses[m] = loss
         return None
@@ -115,12 +114,8 @@ def _tell_loss(ctx: ActionContext) -> Payload:
     step.tally.result = Result(unpack(payload), step.tally.outputs, step.batch.data.rows)
     if ctx.worker.stop_requested and not step.tally.result.stop:
         ctx.worker.mailbox.carrier.request_stop(step.batch.spec.place(step.batch.spec.last_stage, 0))
-    if (
-        step.tally.result.summed
-        and step.batch.train
-        and step.batch.spec.takes_steps
-        and not step.batch.reductions.weight
-    ):
+    batch = step.batch
+    if step.tally.result.summed and batch.train and batch.spec.takes_steps and not batch.reductions.weight:
         raise ConfigError("loss_fn: gave a mean before and gives (sum, weight) now; it must always give the same")
     return payload
 

@@ -186,12 +186,9 @@ def _meet(members: Members, ctx: ActionContext, checksum: int) -> None:
     step, result = ctx.step, ctx.step.tally.result
     assert result is not None
     norm, finite = result.norm_tensor, result.finite_tensor
-    known = (
-        (checksum, _sampled(members, ctx)),
-        [dict(part) for part in result.parts],
-        None if norm is None else (float(norm), norm.dtype),
-        finite is None or bool(finite),
-    )
+    own_norm = None if norm is None else (float(norm), norm.dtype)
+    parts, is_finite = [dict(part) for part in result.parts], finite is None or bool(finite)
+    known = (checksum, _sampled(members, ctx)), parts, own_norm, is_finite
     met = members.exchange(known)
     if any(each[0] != known[0] for each in met):
         why = "members of a worker have run different actions, or hold different weights"

@@ -71,10 +71,8 @@ def unlabelled(inputs: Sequence[Tree], targets: Sequence[Tree]) -> str:
     if not found:
         return ""
     which = f"microbatch {found[0]} are" if len(found) == 1 else f"microbatches {', '.join(found)} are"
-    return (
-        f"all labels of {which} {IGNORED}, and a mean over none is no number: put {NUM_ITEMS} into the batch for a "
-        "model that divides by it, return (sum, weight) from a loss_fn, or take fewer microbatches"
-    )
+    fix = f"put {NUM_ITEMS} into the batch, return (sum, weight) from a loss_fn, or take fewer microbatches"
+    return f"all labels of {which} {IGNORED}, and a mean over none is no number: {fix}"
 
 
 def _labels(side: Any, name: str = "") -> list[Tensor]:

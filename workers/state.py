@@ -59,9 +59,7 @@ class WorkerState:
         #: the states of later steps, with their actions that wait for actions of this one
         self._followers: list[tuple[WorkerState, dict[Action, list[int]]]] = []
         for earlier, inherited in zip(before, part.inherited, strict=False):
-            missing_there = {
-                action: numbers for action, numbers in inherited.items() if not earlier.has_finished(action)
-            }
+            missing_there = {a: numbers for a, numbers in inherited.items() if not earlier.has_finished(a)}
             if missing_there:
                 earlier._followers.append((self, missing_there))
             for numbers in missing_there.values():

@@ -105,10 +105,8 @@ class ThreadPool:
             return f"nothing has happened for {patience_s:g} s, and no worker runs anything"
         elsewhere = [found for found in stacks if not Path(found[0][-1].filename).is_relative_to(_HERE)]
         stack, actor = (elsewhere or stacks)[0]
-        return (
-            f"worker {actor.worker} hangs: running {actor.running}, step {actor.running_step}, for {patience_s:g} s; "
-            f"it is in\n{''.join(stack.format()).rstrip()}"
-        )
+        where = f"running {actor.running}, step {actor.running_step}, for {patience_s:g} s"
+        return f"worker {actor.worker} hangs: {where}; it is in\n{''.join(stack.format()).rstrip()}"
 
     def _progress(self) -> list[tuple[str, int, int]]:
         return [(actor.running, actor.running_step, actor.step) for actor in self._actors]

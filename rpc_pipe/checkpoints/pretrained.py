@@ -240,10 +240,8 @@ def own_state(actor: WorkerActor) -> dict[str, Any]:
     first replicas."""
     first_route = [shard for (_, route), shard in actor.homes.items() if route == 0]
     tensors = {name: t for shard in first_route for name, t in shard.evaluated_state_dict().items()}
-    return {
-        "tensors": actor.whole(tensors),
-        "versions": {name: each for shard in first_route for name, each in shard.slice.versions().items()},
-    }
+    versions = {name: each for shard in first_route for name, each in shard.slice.versions().items()}
+    return {"tensors": actor.whole(tensors), "versions": versions}
 
 
 def merged(parts: Iterable[Mapping[str, Any]], place_of: Callable[[str], Any]) -> OrderedDict[str, Tensor]:

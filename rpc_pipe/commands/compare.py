@@ -138,15 +138,7 @@ def table(rows: Sequence[Row], title: str) -> Table:
             continue
         memory = [format_bytes(row.peak_memory or 0)] if with_memory else []
         late = f" ({max(row.staleness)} late)" if max(row.staleness) else " (asynchronous)"
-        drawn.add_row(
-            row.name + late * row.overtakes,
-            f"{row.makespan:.5g}",
-            f"{row.step_time:.5g}",
-            f"{row.bubble:.1%}",
-            f"{row.peak_activations:.3g}",
-            *memory,
-            str(row.messages),
-            f"{max(row.weight_copies)}{'*' * row.replicates}",
-            style="dim" if row.refused else None,
-        )
+        figures = f"{row.makespan:.5g}", f"{row.step_time:.5g}", f"{row.bubble:.1%}", f"{row.peak_activations:.3g}"
+        copies, style = f"{max(row.weight_copies)}{'*' * row.replicates}", "dim" if row.refused else None
+        drawn.add_row(row.name + late * row.overtakes, *figures, *memory, str(row.messages), copies, style=style)
     return drawn

@@ -45,8 +45,6 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
     set_transport(typed)
     job = current_job()
     refuse_idle(typed, job)
-    more = {
-        "script": str(Path(__file__).with_name("own_generate.py")),
-        "arguments": [typed["model"], json.dumps({**typed, "prompt": prompts})],
-    }
+    script, arguments = Path(__file__).with_name("own_generate.py"), json.dumps({**typed, "prompt": prompts})
+    more = {"script": str(script), "arguments": [typed["model"], arguments]}
     return start_script({name: typed[name] for name in typed.keys() - {"json"}} | more, argv, job, "json" in typed)

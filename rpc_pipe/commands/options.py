@@ -125,9 +125,8 @@ def _typed(
 
 
 #: the options of `Pipeline`
-_OF_PIPELINE = {row.name: _typed(**row.typed) for row in ROWS.values() if row.typed} | {
-    name: _typed(**option.typed) for name, option in OPTIONS.items()
-}
+_OF_PIPELINE = {row.name: _typed(**row.typed) for row in ROWS.values() if row.typed}
+_OF_PIPELINE |= {name: _typed(**option.typed) for name, option in OPTIONS.items()}
 #: options that make a pipeline
 PIPELINE = ("schedule", "set", "window", *_OF_PIPELINE, "json", "threads", "nan", "trust-network", "port")
 _SHARED: dict[str, dict[str, Any]] = _OF_PIPELINE | {

@@ -169,10 +169,8 @@ def _tell_unit(spec: Spec, typed: Mapping[str, Any]) -> list[str]:
     share = spec.num_workers / spec.num_stages
     if share >= 1 or "cost" in typed:
         return []
-    return [
-        f"a stage costs 1 here, though it is {share:.3g} of a worker's share of the model: --cost F={share:.3g},"
-        f"B={2 * share:.3g}, or rpc-pipe compare, gives times to compare with those of one stage a worker"
-    ]
+    cost = f"--cost F={share:.3g},B={2 * share:.3g}, or rpc-pipe compare, prices stages by their share"
+    return [f"a stage costs 1 here, though it is {share:.3g} of a worker's share of the model: {cost}"]
 
 
 def tell_exchange(spec: Spec, typed: Mapping[str, Any]) -> list[str]:
@@ -185,10 +183,8 @@ def tell_exchange(spec: Spec, typed: Mapping[str, Any]) -> list[str]:
         or G.letter in typed.get("cost", {})
     ):
         return []
-    return [
-        "replicas exchange gradients in no time here: --payload BYTES with --link TIME/BANDWIDTH or --uplink "
-        "BYTES of simulate gives the exchange a time"
-    ]
+    timed = "--payload BYTES with --link TIME/BANDWIDTH or --uplink BYTES of simulate gives the exchange a time"
+    return [f"replicas exchange gradients in no time here: {timed}"]
 
 
 def typed_grouping(typed: Mapping[str, Any], **more: Any) -> Grouping:

@@ -219,9 +219,8 @@ class Mapped(Source):
             try:
                 parts = [fields(sample, said) for said in self._keys]
             except (KeyError, TypeError) as error:
-                raise ConfigError(
-                    f"dataset {self.name}: its samples have {', '.join(map(repr, sample))}; name inputs= and targets="
-                ) from error
+                has = f"its samples have {', '.join(map(repr, sample))}; name inputs= and targets="
+                raise ConfigError(f"dataset {self.name}: {has}") from error
         elif isinstance(sample, (tuple, list)) and len(sample) == 2:
             parts = list(sample)
         else:

@@ -65,20 +65,16 @@ def main() -> None:
 
     pipe.on_step(progress)
     cut = ", ".join(f"{layers.start}-{layers.stop - 1}" for layers in pipe.partition.ranges)
-    tell(
-        f"byte-level GPT of {config.depth + 2} layers, cut into layers {cut}; {corpus.num_bytes / 1e6:.1f} MB of text, "
-        "a tenth held out"
-    )
+    text = f"{corpus.num_bytes / 1e6:.1f} MB of text, a tenth held out"
+    tell(f"byte-level GPT of {config.depth + 2} layers, cut into layers {cut}; {text}")
     for _ in pipe.train(islice(Loader(corpus.samples(), rows=rows, seed=typed["seed"]), steps)):
         if pipe.stopped:
             return
     held_out = [(pipe.evaluate(batch), len(batch[0])) for batch in corpus.held_out_batches(rows, _HELD_OUT_BATCHES)]
     loss = sum(loss * rows for loss, rows in held_out) / sum(rows for _, rows in held_out)
     bigram = corpus.bigram_loss(corpus.held_out_batches(rows, _HELD_OUT_BATCHES))
-    tell(
-        f"held-out loss {loss:.4f} nats a byte; a byte bigram model has {bigram:.4f} on the same bytes",
-        exit_code=int(typed["beat_bigram"] and loss >= bigram),
-    )
+    text = f"held-out loss {loss:.4f} nats a byte; a byte bigram model has {bigram:.4f} on the same bytes"
+    tell(text, exit_code=int(typed["beat_bigram"] and loss >= bigram))
 
 
 if __name__.endswith("__main__"):  # with the name of its package before it, so that it may import relatively

@@ -190,13 +190,8 @@ class ObservedPartition:
         made = finish(divide)
         read, names = self._read if stage < len(self.ranges) - 1 else ({}, ())
         read_here = [(path, part) for path, module, part in pairs if id(module) in read]
-        if holders := [
-            *(
-                Holder(f"block {path}", f"an attribute of {type(part).__name__}", part, names)
-                for path, part in read_here
-            ),
-            *shared_generators(pairs, set(made.own)),
-        ]:
+        held = [Holder(f"block {p}", f"an attribute of {type(part).__name__}", part, names) for p, part in read_here]
+        if holders := [*held, *shared_generators(pairs, set(made.own))]:
             made.look = partial(look, holders)
         if isinstance(self._source, nn.Module):
             mirrored = made.buffers if route == 0 else ()

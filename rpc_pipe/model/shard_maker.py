@@ -184,9 +184,8 @@ def _with_stores(spec: Spec, shard: Shard) -> Shard:
     if spec.parallelism.zero or spec.averaging_pull:
         from ..workers.compute.outside_updates import OutsideUpdates
 
-        shard.outside_updates = OutsideUpdates(
-            shard.stage, shard.updating, shard.versions if spec.averaging_pull else None
-        )
+        versions = shard.versions if spec.averaging_pull else None
+        shard.outside_updates = OutsideUpdates(shard.stage, shard.updating, versions)
     return shard
 
 

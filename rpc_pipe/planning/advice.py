@@ -84,12 +84,9 @@ def _relaxed(request: PlanRequest, result: PlanResult) -> Iterator[tuple[str, Pl
 
 def more_workers(machines: Machines, number: int) -> Machines:
     """Return the machines with `number` more workers like the last."""
-    return replace(
-        machines,
-        num_workers=machines.num_workers + number,
-        slowness=machines.slowness + machines.slowness[-1:] * number,
-        memory=machines.memory + machines.memory[-1:] * number,
-    )
+    slowness = machines.slowness + machines.slowness[-1:] * number
+    memory = machines.memory + machines.memory[-1:] * number
+    return replace(machines, num_workers=machines.num_workers + number, slowness=slowness, memory=memory)
 
 
 def changes_that_fit(request: PlanRequest, result: PlanResult) -> list[Advice]:
@@ -126,15 +123,11 @@ def remarks(request: PlanRequest, result: PlanResult, cores: int | None) -> Iter
     """
     best, workers = result.plans[0], request.machines.num_workers
     if cores is not None and cores < workers:
-        yield (
-            f"{workers} workers share {cores} {'core' if cores == 1 else 'cores'} here: a step may take several "
-            "times as long as predicted, as actions wait for a core"
-        )
+        share = f"{workers} workers share {cores} {'core' if cores == 1 else 'cores'} here"
+        yield f"{share}: a step may take several times as long as predicted, as actions wait for a core"
     if request.profile.scatter > _SCATTERED:
-        yield (
-            f"measured times scatter by {request.profile.scatter:.0%}, so plans that differ by less may be as fast: "
-            "profile --again on a quiet machine measures anew"
-        )
+        scatter = f"measured times scatter by {request.profile.scatter:.0%}"
+        yield f"{scatter}, so close plans may be as fast: profile --again on a quiet machine measures anew"
     copies = num_copies(best, workers)
     if copies > 1:
         other = next((plan for plan in result.plans if num_copies(plan, workers) == 1), None)

@@ -105,17 +105,11 @@ def apply_plan(options: Options) -> Options:
         if (own := getattr(options, name)) != getattr(Options, name):
             shared[name] = own
     schedule: str | type[Spec] = program_of(found) if found.program else found.schedule
-    return replace(
-        options,
-        schedule=schedule,
-        schedule_options=found.schedule_options,
-        num_microbatches=found.num_microbatches,
-        num_workers=options.num_workers or found.num_workers or None,
-        split=list(found.cut),
-        plan=found,
-        **shared,
-        microbatch_order=options.microbatch_order if found.microbatch_order == "given" else found.microbatch_order,
-    )
+    said: dict[str, Any] = {name: getattr(found, name) for name in ("schedule_options", "num_microbatches")}
+    if found.microbatch_order != "given":
+        said["microbatch_order"] = found.microbatch_order
+    said |= {"schedule": schedule, "split": list(found.cut), "plan": found, **shared}
+    return replace(options, num_workers=options.num_workers or found.num_workers or None, **said)
 
 
 def warn_if_other_model(plan: Plan, name: str, workers: Iterable[Mapping[tuple[int, int], Any]]) -> None:

@@ -64,10 +64,8 @@ def sentence(found: dict[str, Any]) -> str:
     rates = [f", {found[f'{unit}_per_s']:,.0f} {unit}/s" for unit in ("tokens", "rows") if f"{unit}_per_s" in found]
     after = f" after step {found['first_step'] - 1}" if "first_step" in found and "epoch" not in found else ""
     rates += [" with padding"] if "with_padding" in found else []
-    return (
-        f"{_count(found['steps'], 'step')}{after} on {_count(found['workers'], 'worker')}: "
-        f"{found['step_ms']:.0f} ms a step{planned}{''.join(rates)}, loss {found['loss']:.4f}"
-    )
+    figures = f"{found['step_ms']:.0f} ms a step{planned}{''.join(rates)}, loss {found['loss']:.4f}"
+    return f"{_count(found['steps'], 'step')}{after} on {_count(found['workers'], 'worker')}: {figures}"
 
 
 def _count(number: int, what: str) -> str:

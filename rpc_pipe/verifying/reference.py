@@ -207,10 +207,8 @@ class Reference:
     def _loss(self, replica: Replica, m: int, inputs: Any, target: Any) -> Any:
         args, kwargs = ((inputs,), {}) if isinstance(self._cut, LayerPartition) else inputs
         seed, noted = partial(self._randomness.seed_forward, self.num_steps, m), NotedDraws()
-        with (
-            noted if self._slices > 1 else nullcontext(),
-            Keyed(replica.module, self._cut.block_names, seed, replica.shares),
-        ):
+        noting = noted if self._slices > 1 else nullcontext()
+        with noting, Keyed(replica.module, self._cut.block_names, seed, replica.shares):
             output = replica.module(*args, **kwargs)
         if noted.found:
             cause = "dropout and noise draw other numbers for slices than for whole sequences"

@@ -117,11 +117,9 @@ def tell(
     }
     apart = f"; worst {worst}: relative {relative[worst]:.1e}, absolute {compared.max_abs_error:.1e}"
     largest = "" if compared.identical else apart
-    text = (
-        f"{options.schedule} on {options.num_workers} workers, {options.steps} steps of {about['rows']} rows in "
-        f"{about['microbatches']} microbatches: {said[verdict]} "
-        f"({compared.num_same} of {compared.num_tensors} tensors bit for bit{largest})"
-    )
+    steps = f"{options.steps} steps of {about['rows']} rows in {about['microbatches']} microbatches"
+    same = f"({compared.num_same} of {compared.num_tensors} tensors bit for bit{largest})"
+    text = f"{options.schedule} on {options.num_workers} workers, {steps}: {said[verdict]} {same}"
     link.tell(kind="result", text=text, json=report, exit_code=int(verdict == "different"))
 
 

@@ -19,10 +19,8 @@ def difference(call: Call, peer: int, told: str) -> Disagreement | None:
     if call.what != other.what:
         return differ(call, other)
     if call.pipeline != other.pipeline:
-        return Disagreement(
-            f"{call.what}: worker {worker} made the pipeline as {call.pipeline}, worker {peer} as {other.pipeline}: "
-            "make it with the same arguments on every worker"
-        )
+        made = f"made the pipeline as {call.pipeline}, worker {peer} as {other.pipeline}"
+        return Disagreement(f"{call.what}: worker {worker} {made}: give the same arguments on every worker")
     for name in ("inputs", "targets"):
         mine, theirs = (getattr(of, name).split(PARTS) for of in (call, other))
         pairs = [(a.rpartition("="), b.rpartition("=")) for a, b in zip(mine[2:], theirs[2:], strict=False)]
@@ -30,17 +28,13 @@ def difference(call: Call, peer: int, told: str) -> Disagreement | None:
         if mine[0] and theirs[0] and (mine[:2] != theirs[:2] or fields):
             values = ", with other values" if mine[0] == theirs[0] else ""
             values += f" of {', '.join(fields)}" if values and any(fields) else ""
-            return Disagreement(
-                f"{call.what}: worker {worker} and worker {peer} were given different {name} ({mine[0]} and "
-                f"{theirs[0]}{values}): give every worker the same batch; seed alike on every worker before data are "
-                "drawn or shuffled (`torch.manual_seed(0)`), draw nothing on one worker alone (a DataLoader's iterator "
-                "draws, too), and use no sampler that gives each worker a share (DistributedSampler)"
-            )
+            given = f"were given different {name} ({mine[0]} and {theirs[0]}{values}): give every worker the same batch"
+            alike = "seed alike before data are drawn, and let no worker draw alone, as by a DataLoader's iterator"
+            return Disagreement(f"{call.what}: worker {worker} and worker {peer} {given}; {alike}")
     if call.order != other.order:
-        return Disagreement(
-            f"{call.what}: worker {worker} runs microbatches as {call.order or 'given'}, worker {peer} as "
-            f"{other.order or 'given'}: microbatch_order and microbatch_cost must be the same on every worker"
-        )
+        orders = f"as {call.order or 'given'}, worker {peer} as {other.order or 'given'}"
+        rule = "microbatch_order and microbatch_cost must be the same on every worker"
+        return Disagreement(f"{call.what}: worker {worker} runs microbatches {orders}: {rule}")
     weights = [dict(pair.split("=") for pair in of.weights.split()) for of in (call, other)]
     for stage in weights[0].keys() & weights[1].keys():
         if weights[0][stage] != weights[1][stage] and BUFFER in stage:
@@ -48,39 +42,30 @@ def difference(call: Call, peer: int, told: str) -> Disagreement | None:
                 _warn_of_buffer(*stage.split(BUFFER))
             continue
         if weights[0][stage] != weights[1][stage] and stage.endswith(WRITTEN):
-            return Disagreement(
-                f"{call.what}: workers {worker} and {peer} have different weights of stage {stage.rstrip(WRITTEN)}, "
-                "which a forward writes by the rows of each replica: let the model run once before it is given, or "
-                "take replicas=1"
-            )
+            why = f"workers {worker} and {peer} have different weights of stage {stage.rstrip(WRITTEN)}"
+            fix = "let the model run once before it is given, or take replicas=1"
+            return Disagreement(f"{call.what}: {why}, which a forward writes by the rows of each replica: {fix}")
         if weights[0][stage] != weights[1][stage]:
-            return Disagreement(
-                f"{call.what}: workers {worker} and {peer} hold stage {stage} with different initial weights: seed "
-                "alike on every worker before the model is built (`torch.manual_seed(0)`), or pass its layers as "
-                "callables, whose weights depend on the pipeline's seed alone"
-            )
+            why = f"workers {worker} and {peer} hold stage {stage} with different initial weights"
+            fix = "seed alike before the model is built (`torch.manual_seed(0)`), or pass its layers as callables"
+            return Disagreement(f"{call.what}: {why}: {fix}")
     return None
 
 
 @cache
 def _warn_of_buffer(stage: str, name: str) -> None:
-    logger.warning(
-        f"replicas: forwards of stage {stage} write the buffer {name} by the rows of each replica, so replicas differ, "
-        f"and from one process; take replicas=1, or sum it by pipe.modify(..., summed={name.split('.')[-1]!r})"
-    )
+    fix = f"take replicas=1, or sum it by pipe.modify(..., summed={name.split('.')[-1]!r})"
+    logger.warning(f"replicas: forwards of stage {stage} write the buffer {name} by the rows of each replica; {fix}")
 
 
 def differ(call: Call, other: Call) -> Disagreement:
     """Return the error for two calls that are not of one kind."""
-    return Disagreement(
-        f"worker {call.worker} calls {call.what} where worker {other.worker} calls {other.what}: every worker must "
-        "make the same calls in the same order; is one made only by some workers, as in `if pipe.worker == 0`?"
-    )
+    calls = f"worker {call.worker} calls {call.what} where worker {other.worker} calls {other.what}"
+    rule = "every worker must make the same calls in the same order, also under `if pipe.worker == 0`"
+    return Disagreement(f"{calls}: {rule}")
 
 
 def left(peer: int, call: Call) -> Disagreement:
     """Return the error for a `peer` that makes no such call any more."""
-    return Disagreement(
-        f"worker {call.worker} calls {call.what}, but worker {peer} has ended its script: every worker must make the "
-        "same calls; does one of them end its loop early, or was it killed?"
-    )
+    why = f"worker {call.worker} calls {call.what}, but worker {peer} has ended its script"
+    return Disagreement(f"{why}: make the same calls on every worker; has one ended its loop early, or was it killed?")

@@ -74,11 +74,8 @@ class Look(NamedTuple):
     def refuse(self, tensor: Any) -> None:
         """Raise Malformed if a tensor is not as the one that travels."""
         fits = isinstance(tensor, Tensor) and tensor.is_cpu and tensor.layout is torch.strided
-        if not fits or (tensor.dtype, tensor.shape, tensor.stride()) != (
-            self.dtype,
-            self.dense_shape,
-            self.dense_strides,
-        ):
+        expected = self.dtype, self.dense_shape, self.dense_strides
+        if not fits or (tensor.dtype, tensor.shape, tensor.stride()) != expected:
             raise Malformed("malformed message: a tensor beside it is not as its form says")
 
     def shown(self, dense: Tensor) -> Tensor:
@@ -239,10 +236,7 @@ def _seen(tensor: Tensor, spare: int, device: torch.device) -> tuple[Look, Tenso
     if not travels(tensor) or not (tensor.is_cpu or tensor.device == device):
         kind = "quantized tensor" if tensor.is_quantized else type(tensor).__qualname__
         layout = "" if type(tensor) is not Tensor or tensor.layout is torch.strided else f" of layout {tensor.layout}"
-        advice = (
-            ": hand on its `values()` and `offsets()` and make it anew, or let one stage have both layers (`split=`)"
-        )
-        advice = advice if tensor.is_nested else ""
+        advice = ": hand on its `values()` and `offsets()`, or let one stage have both layers" * tensor.is_nested
         raise ConfigError(f"a {kind} on {tensor.device}{layout} cannot travel between workers{advice}")
     return dense_of(tensor, spare)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterable
+from functools import partial
 
 import zmq
 from zmq.utils import z85
@@ -29,12 +30,8 @@ class Keys:
 
     def __init__(self, secret: bytes, job: str, workers: Iterable[int]) -> None:
         digest = hashlib.blake2b(secret, digest_size=32, person=b"rpc-pipe job").digest()
-        hashed = {
-            worker: hashlib.blake2b(
-                f"{job}\0{worker}".encode(), key=digest, digest_size=32, person=b"rpc-pipe worker"
-            ).digest()
-            for worker in workers
-        }
+        hashed_by = partial(hashlib.blake2b, key=digest, digest_size=32, person=b"rpc-pipe worker")
+        hashed = {worker: hashed_by(f"{job}\0{worker}".encode()).digest() for worker in workers}
         self._secrets = {worker: z85.encode(found) for worker, found in hashed.items()}
         self._public = {worker: zmq.curve_public(found) for worker, found in self._secrets.items()}
         self._known = {z85.decode(public) for public in self._public.values()}

@@ -109,9 +109,8 @@ class Outbox:
                 if key[0] in self._abandoned and self.failure is None:
                     self.asked_in_vain = True
                     continue
-                over = key not in self._payloads and (
-                    key in self._finished or (key[0] <= self._run and key[0] not in self._open)
-                )
+                is_done = key in self._finished or (key[0] <= self._run and key[0] not in self._open)
+                over = is_done and key not in self._payloads
                 answer = self.failure or payload
                 if answer is None and not over:
                     self._asked.setdefault(key, set()).add(consumer)

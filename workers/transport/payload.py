@@ -96,9 +96,7 @@ def is_sparing(shape: Sizes, strides: Sizes) -> bool:
 
 #: any nesting of tensors and plain values
 Tree = Any
-_TOO_DEEP = (
-    "tuples, lists or dicts that contain themselves, or lie hundreds deep in each other, cannot travel between workers"
-)
+_TOO_DEEP = "tuples, lists or dicts that contain themselves, or lie hundreds deep in each other, cannot travel"
 #: of tensors that travel as their parts
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 #: the same by the names that travel

@@ -36,10 +36,8 @@ def scatter_whole(
     scatter = Scatter(reader, {}, {})
     for worker in (each for each in spec.workers if each != reader):
         held = {stage for stage, _ in spec.hosted(worker)}
-        for what, parts, takes in (
-            ("inputs", inputs, to_all or 0 in held),
-            ("targets", targets, spec.last_stage in held),
-        ):
+        sides = ("inputs", inputs, to_all or 0 in held), ("targets", targets, spec.last_stage in held)
+        for what, parts, takes in sides:
             if parts is not None and takes:
                 scatter.takers[f"{what} for worker {worker}"] = [worker]
                 scatter.lists[f"{what} for worker {worker}"] = run_by(spec, worker, parts) if reads else parts

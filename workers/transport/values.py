@@ -92,11 +92,9 @@ def _apart(value: Any, depth: int) -> Any:
     module, name = kind.__module__, kind.__qualname__
     if isinstance(value, tuple) and _class_of(module, name) is kind:
         return [_CLASS, module, name, *[_apart(child, depth + 1) for child in tuple.__iter__(value)]]
-    advice = (
-        "its class must be in a module, by its name, and leave iteration and comparison to tuple"
-        if isinstance(value, tuple)
-        else "convert it by int(), float(), str() or list(), or put a tensor in its place"
-    )
+    advice = "convert it by int(), float(), str() or list(), or put a tensor in its place"
+    if isinstance(value, tuple):
+        advice = "its class must be in a module, by its name, and leave iteration and comparison to tuple"
     raise ConfigError(f"a {module}.{name} cannot travel between workers: {advice}")
 
 

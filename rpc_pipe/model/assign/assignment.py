@@ -247,11 +247,9 @@ class Assignment:
             for storage in event.writes if event.depends else ():
                 name = self._observation.stored.get(storage, "")
                 if len(self.users.get(name, ())) > 1:
-                    raise BlocksNeeded(
-                        f"model: {name} is written at {event.where}, on stage {stage}, and used by other stages, each "
-                        "of which has a copy; write and use it in one block of one stage (split= or blocks=)",
-                        self._with_block(name),
-                    )
+                    why = f"{name} is written at {event.where}, on stage {stage}, and used by others, each with a copy"
+                    fix = "write and use it in one block of one stage (split= or blocks=)"
+                    raise BlocksNeeded(f"model: {why}; {fix}", self._with_block(name))
 
     def _with_block(self, name: str) -> list[str]:
         """Return the blocks with the module beside them that has this buffer; nothing if it contains blocks."""
@@ -316,11 +314,8 @@ class Assignment:
         """Return the part of `stage`."""
         crossing = self.crossing
         last = stage == self.num_stages - 1
-        role = Role(
-            crossing[stage - 1] if stage else [],
-            [] if last else crossing[stage],
-            {i for i, at in enumerate(self.stage_of) if at == stage},
-        )
+        own = {i for i, at in enumerate(self.stage_of) if at == stage}
+        role = Role(crossing[stage - 1] if stage else [], [] if last else crossing[stage], own)
         self._find_used(stage, role)
         made_here = [value.made for value, version in role.sends if (value, version) not in role.receives]
         # Behind a decision the forward may diverge, and then other tensors cross, even before the decision.

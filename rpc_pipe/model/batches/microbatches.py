@@ -166,15 +166,9 @@ class Microbatches(StepData):
         def now() -> tuple[str, str]:
             return describe(sides[0], number), describe(sides[1], number)
 
-        return cls(
-            all_inputs,
-            all_targets,
-            shares_of(rows, all_inputs[0], all_targets[0]),
-            sum(rows),
-            *count_tokens(*(batch if microbatches is not None else ([batch[0]], [batch[1]]))),
-            described=now(),
-            now=now,
-        )
+        shares = shares_of(rows, all_inputs[0], all_targets[0])
+        tokens = count_tokens(*(batch if microbatches is not None else ([batch[0]], [batch[1]])))
+        return cls(all_inputs, all_targets, shares, sum(rows), *tokens, described=now(), now=now)
 
     @property
     def num_items(self) -> float | None:

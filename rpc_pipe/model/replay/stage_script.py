@@ -140,18 +140,11 @@ class Script:
         def places(found: Sequence[_Place]) -> list[tuple[Path, int]]:
             return [(path, numbers.setdefault(key, len(numbers))) for path, key in found]
 
-        found = [
-            self.transforms,
-            self.writes,
-            self.fields_written,
-            self._to_the_end,
-            self._changed,
-            [where for _, where in self.receives],
-            places(self.fields),
-            [(numbers.setdefault(key, len(numbers)), *how) for key, *how in self.used],
-            [(place, numbers.setdefault(key, len(numbers))) for place, key in self.sends],
-            list(map(fewest_bytes, self._choices)),
-        ]
+        own, receives = [self.transforms, self.writes, self.fields_written], [where for _, where in self.receives]
+        found = [*own, self._to_the_end, self._changed, receives, places(self.fields)]
+        found.append([(numbers.setdefault(key, len(numbers)), *how) for key, *how in self.used])
+        found.append([(place, numbers.setdefault(key, len(numbers))) for place, key in self.sends])
+        found.append(list(map(fewest_bytes, self._choices)))
         for line in self.lines:
             event = replace(line.event, answer=None, trees=[], writes=set())
             found.append(([getattr(event, each.name) for each in fields(event)], line.runs, line.last))
@@ -211,16 +204,12 @@ class Script:
     def refusal(self, payload: Sequence[Tensor]) -> str:
         """Return the reason why a payload is of another path than this script's; "" if it is not."""
         if len(payload) != len(self.receives):
-            return (
-                f"model: stage {self.stage - 1} handed on {len(payload)} tensors of {len(self.receives)}, as its "
-                "forward goes another way on the same inputs; it must depend on its inputs alone"
-            )
+            sent = f"stage {self.stage - 1} handed on {len(payload)} tensors of {len(self.receives)}"
+            return f"model: {sent}, as its forward goes another way on the same inputs, on which alone it must depend"
         for (shape, where), tensor in zip(self.receives, payload, strict=True):
             if tensor.shape != shape:
-                return (
-                    f"model: {where} gave a tensor of shape {tuple(tensor.shape)}, and {tuple(shape)} when it was "
-                    "observed, so its shape depends on numbers; cut elsewhere"
-                )
+                shapes = f"{tuple(tensor.shape)}, and {tuple(shape)} when it was observed"
+                return f"model: {where} gave a tensor of shape {shapes}, so it depends on numbers; cut elsewhere"
         return ""
 
     def allows(self, diverged: Diverged) -> bool:

@@ -311,12 +311,10 @@ def merged(profiles: Sequence[Profile], links: Mapping[tuple[int, int], Link]) -
     def middle(times: Sequence[Mapping[Kind, float]]) -> dict[Kind, float]:
         return {kind: median(each[kind] / s for each, s in zip(times, slow, strict=True)) for kind in times[0]}
 
+    by_rows = {rows: zip(*(profile.measured[rows] for profile in profiles), strict=True) for rows in first.measured}
     measured = {
-        rows: [
-            replace(costs[0], times=middle([cost.times for cost in costs]))
-            for costs in zip(*(profile.measured[rows] for profile in profiles), strict=True)
-        ]
-        for rows in first.measured
+        rows: [replace(costs[0], times=middle([cost.times for cost in costs])) for costs in blocks]
+        for rows, blocks in by_rows.items()
     }
     topology = {"workers": [{"speed": round(1 / s, 3)} for s in slow], **_links_as_json(links)}
     per_stage, scatter = middle([p.per_stage for p in profiles]), median(p.scatter for p in profiles)

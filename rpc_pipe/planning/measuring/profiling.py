@@ -154,16 +154,9 @@ def profile_model(
         held = [each.parameters() if isinstance(each, nn.Module) else () for each in user_model.layers()]
         own = [{id(parameter): parameter for parameter in parameters} for parameters in held]
         ties = _ties(own, next(iter(measured.values())), together=True)
-    return Profile(
-        measured,
-        {kind: took + RUNTIME_MS for kind, took in per_stage.items()},
-        ties,
-        _name(user_model),
-        signature(user_model, device, optimizer),
-        device,
-        rows_of(user_model.batch),
-        scatter=fmean(apart) if apart else 0.0,
-    )
+    whole = {kind: took + RUNTIME_MS for kind, took in per_stage.items()}
+    about = _name(user_model), signature(user_model, device, optimizer), device, rows_of(user_model.batch)
+    return Profile(measured, whole, ties, *about, scatter=fmean(apart) if apart else 0.0)
 
 
 def refuse_split(user_model: UserModel, said: str) -> None:

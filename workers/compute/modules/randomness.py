@@ -70,9 +70,8 @@ class Randomness:
         if operation:
             self._seed(_FORWARD, step, microbatch, layer, operation)
         else:  # as `_seed` does: this is done for each layer that may draw
-            digest = hashlib.blake2b(
-                _pack_forward(self.seed, _FORWARD, step, microbatch, layer), digest_size=8
-            ).digest()
+            packed = _pack_forward(self.seed, _FORWARD, step, microbatch, layer)
+            digest = hashlib.blake2b(packed, digest_size=8).digest()
             for generator in self.generators:
                 generator.manual_seed(int.from_bytes(digest, "little") >> 1)
 

@@ -188,9 +188,8 @@ class Members:
         empty = torch.empty(0, dtype=torch.uint8, device=self.mesh.device_type)
         received = empty.new_empty(sum(map(sum, sizes)))
         sent = torch.cat([empty, *(part for parts in gives for part in parts)])
-        torch.distributed.all_to_all_single(
-            received, sent, [*map(sum, sizes)], [sum(part.numel() for part in parts) for parts in gives], self.group
-        )
+        counts = [sum(part.numel() for part in parts) for parts in gives]
+        torch.distributed.all_to_all_single(received, sent, [*map(sum, sizes)], counts, self.group)
         arrived = received.split([size for each in sizes for size in each])
         for part, (name, shape, dtype) in zip(arrived, (one for each in takes for one in each), strict=True):
             yield name, part.view(dtype).view(shape)

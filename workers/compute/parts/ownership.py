@@ -80,10 +80,8 @@ class Ownership:
             parts[smallest].append(name)
             owners[name] = stage, smallest
         # Backward has the gradients of the last layers first.
-        split = [
-            cut_into_buckets([n for n in reversed(own) if n in set(part)], self._size, spec.parallelism.bucket)
-            for part in parts
-        ]
+        orders = ([n for n in reversed(own) if n in set(part)] for part in parts)
+        split = [cut_into_buckets(order, self._size, spec.parallelism.bucket) for order in orders]
         self.num_buckets = max(1, *map(len, split))
         for owner, buckets in enumerate(split) if routes > 1 else ():
             for number in range(self.num_buckets):
@@ -124,11 +122,9 @@ class Ownership:
             if not missing[number]:
                 reached(number)
 
-        handles = [
-            self._parameters[name].register_post_accumulate_grad_hook(partial(added, name, number))
-            for number, names in missing.items()
-            for name in names
-        ]
+        pairs = [(name, number) for number, names in missing.items() for name in names]
+        held = ((self._parameters[name], partial(added, name, number)) for name, number in pairs)
+        handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter, hook in held]
         try:
             yield
         finally:
@@ -197,9 +193,8 @@ class Ownership:
 
         Frozen ones must not be written, even with the same numbers: where steps overlap, backwards still need them.
         """
-        updated: dict[str, Tensor] = {
-            name: p for name in self._names[number] if (p := self._parameters[name]).requires_grad
-        }
+        own = ((name, self._parameters[name]) for name in self._names[number])
+        updated: dict[str, Tensor] = {name: p for name, p in own if p.requires_grad}
         updated |= self._statistics.named(summed=False) if number == self._last else {}
         return pack({name: local(tensor).detach().clone() for name, tensor in updated.items()})
 

@@ -326,9 +326,8 @@ class SliceStore:
             raise refused("takes means over whole sequences")
         drew = self._noting.found or shard.draws.found
         # Without draws, keep the modes of training, as a whole model was observed in them; its graph keeps no tensor.
-        how = (
-            torch.no_grad() if drew else saved_tensors_hooks(lambda tensor: tensor.new_empty(0), lambda tensor: tensor)
-        )
+        unsaved = saved_tensors_hooks(lambda tensor: tensor.new_empty(0), lambda tensor: tensor)
+        how = torch.no_grad() if drew else unsaved
         if drew:
             shard.train(False)  # without dropout
         with shard.randomness.lock, shard.state.probe.before(whole_step=True).restored(), how:
