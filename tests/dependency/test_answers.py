@@ -164,7 +164,7 @@ PROGRAMS = [
     "methods, says",
     [
         # With a formula for slots such a schedule was trained with, and waited for the loss for ever.
-        ({"actions": lambda self, s, m: []}, "actions(0, 0) gives nothing: each kind once, F among them, and either B"),
+        ({"actions": lambda self, s, m: []}, "actions(0, 0) gives nothing: each kind once, F, and B or I and W"),
         ({"actions": lambda self, s, m: [F(s, m), I(s, m)]}, "actions(0, 0) gives 0F0, 0I0: each kind once"),
         ({"actions": lambda self, s, m: [F(s, m), B(s, m), B(s, m)]}, "actions(0, 0) gives 0F0, 0B0, 0B0: each kind"),
     ],

@@ -89,7 +89,7 @@ class Compiled(models.Nested):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (Asks, r"test_observing.py:\d+ needs the numbers of a tensor that depends on parameters"),
+        (Asks, r"test_observing.py:\d+ needs numbers that depend on parameters"),
         (Explains, r"^model Explains: its forward raised .* when it was run on shapes: Output 0 is a view$"),
         (Compiled, r"stages.1.0 was compiled in its place"),
         (lambda: torch.compile(models.Nested(), backend="eager"), "is torch.compile of the whole"),

@@ -217,7 +217,7 @@ def test_nothing_fits_and_what_would(model, capsys):
         (["{model}:make", "--microbatches", "9"], "at most 4"),
         (["{model}:make", "--schedule", "1f1c"], "did you mean '1f1b'"),
         (["{model}:make", "--memory", "8 apples"], "must be a number"),
-        (["{model}:make", "--replicas", "1,3", "--workers", "4"], "replicas 3: 4 workers cannot be divided among them"),
+        (["{model}:make", "--replicas", "1,3", "--workers", "4"], "replicas 3: must divide 4 workers"),
         (["{model}:make", "--zero", "1"], "zero 1: is of replicas, and there is one; take replicas 2"),
         (["{model}:make", "--replicas", "2", "--bucket", "0"], "bucket 0: must be a size in MiB above 0; take 25"),
         (["{model}:make", "--replicas", "2", "--microbatches", "1"], "replicas 2: needs as many microbatches (got 1)"),

@@ -207,7 +207,7 @@ def test_how_replicas_exchange_is_compared_as_it_is_simulated(capsys):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("compare", "--workers", "4", "--replicas", "3"), "replicas 3: 4 workers cannot be divided among them"),
+        (("compare", "--workers", "4", "--replicas", "3"), "replicas 3: must divide 4 workers"),
         (("compare", "--zero", "1"), "zero 1: is of replicas, and there is one; take replicas 2, or leave it out"),
         (("compare", "--memory", "activation=3"), "--memory activation: known are weights"),
         (("compare", "--memory", "limit=3GB"), "needs sizes, such as activations=64MB"),
