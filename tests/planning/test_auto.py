@@ -76,7 +76,7 @@ def test_run_plan_auto_measures_plans_and_trains(tmp_path):
     model = tmp_path / "my_model.py"
     model.write_text(MODEL)
     said = ["--model", f"{model}:make", "--workers", "2"]
-    soon = "import sys; from rpc_pipe.commands import main, plan; plan._AUTO_SECONDS = 0.5; sys.exit(main.main())"
+    soon = "import sys; from rpc_pipe.commands import main, plan; plan._AUTO_SECONDS = 0.2; sys.exit(main.main())"
     done = python("-c", soon, "run", "--plan", "auto", *said, "--steps", 4)
     out = done.stdout
     assert done.returncode == 0, done.stderr
@@ -89,7 +89,7 @@ def test_run_plan_auto_measures_plans_and_trains(tmp_path):
 
 def test_a_plan_is_kept_until_it_would_be_another(tmp_path, capsys, monkeypatch):
     """A changed model or limit is planned anew, and so is a plan that is damaged."""
-    monkeypatch.setattr("rpc_pipe.commands.plan._AUTO_SECONDS", 0.2)
+    monkeypatch.setattr("rpc_pipe.commands.plan._AUTO_SECONDS", 0.05)
     model = tmp_path / "my_model.py"
     model.write_text(MODEL)
     typed = {"model": f"{model}:make", "workers": 2, "alone": True}

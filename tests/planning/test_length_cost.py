@@ -1,6 +1,7 @@
 """Times of microbatches by their rows and length, from a profile."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -21,14 +22,21 @@ def make():
 """
 
 
-@pytest.fixture
-def measured(tmp_path):
-    (tmp_path / "model.py").write_text(MODEL)
-    file = tmp_path / "profile.json"
-    command = ["profile", f"{tmp_path}/model.py:make", "--profile", str(file), "--repeats", "1"]
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("profiled")
+    (folder / "model.py").write_text(MODEL)
+    file = folder / "profile.json"
+    command = ["profile", f"{folder}/model.py:make", "--profile", str(file), "--repeats", "1"]
     assert main([*command, "--lengths", "4,16,64"]) == 0
     assert main([*command, "--lengths", "4,16"]) == 2
     return file
+
+
+@pytest.fixture
+def measured(profiled, tmp_path):
+    """Return a profile of the test's, which it may edit."""
+    return shutil.copy(profiled, tmp_path / "profile.json")
 
 
 def test_terms_are_fitted_and_none_is_below_0():
@@ -94,6 +102,7 @@ def test_each_stage_follows_the_lengths_in_its_own_way(measured, tmp_path, capsy
 @pytest.mark.parametrize("members", [[], ["--members", "2", "--shard", "tp"]])
 def test_a_plan_is_made_for_the_lengths_of_rows(measured, capsys, members):
     command = ["plan", "--profile", str(measured), "--workers", "2", "--batch", "8", "--json", "--lengths", "4,64,16,8"]
+    command[1:1] = ["--seconds", "0.3"]
     if members:
         assert main([*command, *members]) == 2  # the model has no tp_plan
         assert main([*command, "--members", "2", "--shard", "fsdp"]) == 2
@@ -108,8 +117,8 @@ def test_a_plan_is_made_for_the_lengths_of_rows(measured, capsys, members):
     assert json.loads(capsys.readouterr().out)["plans"][0]["predicted_ms"] != found["plans"][0]["predicted_ms"]
 
 
-def test_times_by_length_stay_when_other_rows_are_measured(measured, tmp_path, capsys):
-    command = ["plan", f"{tmp_path}/model.py:make", "--profile", str(measured), "--alone", "--repeats", "1"]
+def test_times_by_length_stay_when_other_rows_are_measured(profiled, measured, capsys):
+    command = ["plan", f"{profiled.parent}/model.py:make", "--profile", str(measured), "--alone", "--repeats", "1"]
     assert main([*command, "--workers", "1", "--batch", "16", "--lengths", "4,64", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["measured"]["by_length"]) == 3
 

@@ -87,7 +87,7 @@ def test_a_program_is_part_of_a_plan_that_is_trained_and_exported(tmp_path, caps
     machines = Machines(2, link=Link(0.2), memory=(1200, 1200))
     request = PlanRequest(Profile({1: blocks}), machines, 4, (4,), recompute=False, schedules=("1f1b",))
     result = search(request)
-    plan = faster_program(request, result, lambda share: None, 1.5)
+    plan = faster_program(request, result, lambda share: None, 0.4)
     assert plan is not None and plan.predicted_ms < result.plans[0].predicted_ms
     assert max(plan.memory_by_worker) <= 1200
     path = tmp_path / "plan.json"

@@ -83,7 +83,7 @@ def test_a_model_is_planned_and_what_was_measured_is_kept(model, capsys, name, b
         "--microbatches",
         "4",
         "--seconds",
-        "1",
+        "0.3",
         "--json",
     ]
     code, found = told(capsys, *arguments, "--svg", str(tmp_path / "front.svg"))
@@ -108,7 +108,7 @@ def test_a_model_is_planned_and_what_was_measured_is_kept(model, capsys, name, b
 
 def test_a_plan_is_run_as_it_says(model, capsys, tmp_path):
     out = tmp_path / "plan.json"
-    sizes = ["--workers", "2", "--batch", "8", "--microbatches", "4", "--seconds", "1"]
+    sizes = ["--workers", "2", "--batch", "8", "--microbatches", "4", "--seconds", "0.3"]
     main(["plan", f"{model}:make", "--alone", *sizes, "--output", str(out)])
     drawn = capsys.readouterr().out
     assert "time against memory" in drawn and "…" not in drawn
@@ -131,7 +131,7 @@ def test_a_plan_says_how_many_replicas_there_are(model, capsys, tmp_path):
     out = tmp_path / "plan.json"
     asked = ["--workers", "8", "--replicas", "4,8", "--batch", "8", "--microbatches", "8", "--schedule", "gpipe"]
     asked += ["--zero", "1", "--bucket", "5", "--spread", "stages"]
-    assert main(["plan", f"{model}:make", "--alone", *asked, "--seconds", "2", "--output", str(out)]) == 0
+    assert main(["plan", f"{model}:make", "--alone", *asked, "--seconds", "0.3", "--output", str(out)]) == 0
     assert "gpipe replicas=" in capsys.readouterr().out
     made, plan = load_user_model(f"{model}:make"), read_plan(out)
     with Pipeline(made.model, made.loss_fn, plan=out) as pipe:
@@ -146,7 +146,7 @@ def test_a_plan_says_how_many_replicas_there_are(model, capsys, tmp_path):
 def test_a_plan_of_another_model_is_said_to_be_one(model, caplog, tmp_path):
     """It said nothing of the model, so that one of another with as many blocks ran without a word."""
     out = tmp_path / "plan.json"
-    main(["plan", f"{model}:make", "--alone", "--workers", "2", "--seconds", "1", "--output", str(out)])
+    main(["plan", f"{model}:make", "--alone", "--workers", "2", "--seconds", "0.3", "--output", str(out)])
     made = load_user_model(f"{model}:make")
     with Pipeline(made.model, made.loss_fn, plan=out, training=Training()) as pipe:
         pipe.step(made.batch)
@@ -262,7 +262,7 @@ def test_a_profile_of_other_workers_is_said_to_be_one(capsys, tmp_path):
     profile = tmp_path / "profile.json"
     block = {"name": "b", "ms": {"F": 1, "B": 2, "I": 1, "W": 1, "R": 1}, "bytes": {}}
     speeds = {"workers": [{"speed": 1}] * 3 + [{"speed": 0.5}], "link": {"latency_ms": 7}}
-    profile.write_text(json.dumps({"rows": {"1": [block] * 10}, "workers": 4, "topology": speeds}))
+    profile.write_text(json.dumps({"rows": {"1": [block] * 5}, "workers": 4, "topology": speeds}))
     asked = ["plan", "--profile", str(profile), "--batch", "4", "--schedule", "1f1b", "--no-searched", "--json"]
     asked += ["--microbatches", "4", "--workers"]
     for count, more in ((2, ()), (2, ("--link", "1")), (4, ())):
@@ -333,7 +333,8 @@ def test_the_picture_has_scales_and_no_name_upon_another():
 
 def test_progress_is_shown_on_stderr(model, capsys):
     """`plan` and `profile` showed nothing for half a minute where stdout was no terminal."""
-    assert main(["plan", f"{model}:make", "--alone", "--workers", "2", "--batch", "8", "--seconds", "1", "--json"]) == 0
+    asked = ["--workers", "2", "--batch", "8", "--seconds", "0.3", "--json"]
+    assert main(["plan", f"{model}:make", "--alone", *asked]) == 0
     out, lines = capsys.readouterr()
     assert json.loads(out) and "loading" not in out
     assert lines.startswith(f"loading {model}:make")
@@ -344,7 +345,7 @@ def test_progress_is_shown_on_stderr(model, capsys):
 def test_a_plan_is_verified_as_it_is_run(model, capsys, tmp_path):
     """`verify` had no --plan, so schedule, cut and microbatches had to be typed from the plan's file."""
     out = tmp_path / "plan.json"
-    sizes = ["--workers", "2", "--batch", "8", "--microbatches", "4", "--seconds", "1"]
+    sizes = ["--workers", "2", "--batch", "8", "--microbatches", "4", "--seconds", "0.3"]
     assert main(["plan", f"{model}:make", "--alone", *sizes, "--no-searched", "--output", str(out)]) == 0
     arguments = ["verify", f"{model}:make", "--plan", str(out), "--transport", "local", "--steps", "2"]
     capsys.readouterr()

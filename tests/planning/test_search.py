@@ -46,9 +46,9 @@ def is_near_the_best(request):
     return best * (1 - 1e-9) <= plans[0].predicted_ms <= 1.03 * best
 
 
-@pytest.mark.parametrize("seed", (1000, 1003))
+@pytest.mark.parametrize("seed", (1003, 1006))
 def test_the_plan_is_near_the_best_of_all_cuts_of_all_schedules(seed):
-    request = instance(seed) if seed % 4 else edited(instance(seed))
+    request = instance(seed) if seed % 2 else edited(instance(seed))
     assert is_near_the_best(request)
 
 
@@ -58,7 +58,7 @@ def test_the_plan_is_near_the_best_of_all_numbers_of_replicas(seed):
     assert is_near_the_best(request)
 
 
-@pytest.mark.parametrize("seed", (3001, 3002))
+@pytest.mark.parametrize("seed", (3004, 3008))
 def test_the_plan_is_near_the_best_of_all_numbers_of_slices(seed, monkeypatch):
     request = replace(instance(seed), slices=(1, 2, 3), schedules=("1f1b", "zb-h1", "interleaved"))
     costs = SliceCosts(*[(0.0, 0.0), (0.0, 0.4), (0.1, 0.2)][seed % 3])
@@ -132,7 +132,7 @@ def test_a_thousand_blocks_on_64_stages():
     machines = Machines(64, link=Link(0.1))
     spec = make_spec("1f1b", 64, 128)
     cuts = CutSearch(spec, Chain(blocks), machines)
-    found = cuts.climb(time.monotonic() + 1)
+    found = cuts.climb(time.monotonic() + 0.2)
     stage = 3 * sum(block.times[F] for block in blocks) / 64
     assert cuts.least <= found.time <= 1.05 * (128 + 63) * stage, "of 1F1B with even stages"
     assert len(found.ends) == 65 and all(a < b for a, b in pairwise(found.ends))
@@ -163,7 +163,7 @@ def test_something_is_found_however_short_the_time():
 def test_all_schedules_are_looked_at_before_one_is_looked_into(monkeypatch):
     """Of a GPT of 48 blocks on 8 workers those with the lowest bounds took all the time, and ZB-V had no price."""
     draw, order = random.Random(0), []
-    blocks = [block(draw.randint(1, 30)) for _ in range(20)]
+    blocks = [block(draw.randint(1, 30)) for _ in range(14)]
 
     def noting(name):
         real = getattr(CutSearch, name)
