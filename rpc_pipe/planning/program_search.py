@@ -61,6 +61,11 @@ class JobShop:
         #: bytes that each action allocates when it starts, and frees when it has ended
         self.allocates = [kept[a.stage] if a.kind is F else 0 for a in self.actions]
         self.frees = [freed[a.kind][a.stage] if a.kind in freed else 0 for a in self.actions]
+        kinds: dict[object, list[int]] = {}
+        #: by action the actions of its kind, stage and route, in the order of microbatches
+        self.alike = [kinds.setdefault((a.kind, a.stage, spec.route(a.index)), []) for a in self.actions]
+        for n, alike in enumerate(self.alike):
+            alike.append(n)
         #: the need on the same stage (-1: none)
         self.before = [n - 1 if at else -1 for n, at in enumerate(at for chain in chains for at in range(len(chain)))]
         #: the need on a neighbouring stage (-1: none), and the transfer time of its payload
@@ -72,6 +77,14 @@ class JobShop:
         ]
 
     # --- orders
+
+    def in_turn(self, row: Sequence[int]) -> list[int]:
+        """Return an order with actions that are alike in turn, which take equally long.
+
+        In another order layers with buffers cannot run, nor torch's CSV, and gradients would be summed otherwise.
+        """
+        turns = {id(alike): iter(alike) for alike in map(self.alike.__getitem__, row)}
+        return [next(turns[id(self.alike[n])]) for n in row]
 
     def from_program(self, rows: Sequence[Sequence[Action]]) -> Order:
         """Return an order of actions as numbers."""
@@ -182,7 +195,8 @@ def _random_move(shop: JobShop, order: Order, ends: list[float], draw: random.Ra
         to = min(len(row) - 1, max(0, i + draw.randint(-reach, reach)))
     moved = row[:i] + row[i + 1 :]
     moved.insert(to, row[i])
-    return worker, moved if to != i else []
+    moved = shop.in_turn(moved)
+    return worker, moved if moved != row else []
 
 
 def _critical_blocks(shop: JobShop, order: Order, ends: list[float]) -> Iterator[tuple[int, int, int]]:

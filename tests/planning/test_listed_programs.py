@@ -50,6 +50,17 @@ def test_moves_make_an_order_shorter_and_never_break_it():
     assert sorted(n for row in better for n in row) == list(range(len(made.actions)))
 
 
+@pytest.mark.parametrize("seed", (0, 3))
+def test_a_program_runs_microbatches_in_order(seed):
+    """Plans ran forward 4 of a stage before 3: layers with buffers, and `export` for torch, were then refused."""
+    made, left = shop("zb-h1", seed=seed), iter(range(2000))
+    took, better = improve(made, as_it_runs(made), lambda: next(left, None) is not None)
+    assert took < made.evaluate(as_it_runs(made))[0]
+    for kind in F, I, W:
+        rows = made.to_program(better)
+        assert {tuple(a.microbatch for a in row if a.kind is kind) for row in rows} == {(0, 1, 2, 3, 4, 5)}
+
+
 def test_an_order_beyond_the_budget_is_no_beginning():
     made = shop(budget=1.0)
     assert best_order(made, [as_it_runs(made)], time.monotonic() + 1) is None
