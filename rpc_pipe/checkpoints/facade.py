@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..dependency import ConfigError, Spec, Stalled, refuse_below
+from ..system import files
 from ..workers.actor import WorkerActor
 from . import folder as folders
 from .collective import agreed, everywhere, failure, is_first_process, raise_first
@@ -171,7 +172,7 @@ class Checkpoints:
         where, job = path_of(folder), self.job
 
         def claimed(actor: WorkerActor) -> list[Path]:
-            starters = set(everywhere(actor, "starters", folders.starter()))
+            starters = set(everywhere(actor, "starters", files.starter()))
             found = _agreed(actor, "own checkpoints", where, lambda: folders.claim(where, starters, job))
             self._claimed = where.absolute(), starters, job
             return found

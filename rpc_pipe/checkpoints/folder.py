@@ -50,8 +50,6 @@ _ENDING_S, _PAUSE_S = 5.0, 0.1
 #: most bytes of a list of tensors
 _MOST_BYTES = 2**26
 _MOST_NOTED = 300
-#: a starter of workers does not have this variable, and all its descendants do
-_OF_WORKERS = b"RANK="
 
 #: the locked folders, with the descriptors of their locks: to close any descriptor of a file would release its lock
 _held: dict[tuple[int, int], int] = {}
@@ -180,21 +178,6 @@ def read_json(path: Path) -> Any:
         ConfigError: it is none.
     """
     return files.read_json(path, f"{path}", _MOST_BYTES)
-
-
-def starter() -> str:
-    """Return an identity of the process that starts this job's workers on this host, unique over time."""
-    process = os.getppid()
-    with suppress(OSError, IndexError, ValueError):
-        while process > 1 and any(word.startswith(_OF_WORKERS) for word in _environment(process)):
-            process = int(files.process_stat(process)[1])  # a shell between the two
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {process} {files.process_stat(process)[19]}"
-    return f"{socket.gethostname()} {process}"
-
-
-def _environment(process: int) -> list[bytes]:
-    return Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
 
 
 def hold(folder: Path) -> None:

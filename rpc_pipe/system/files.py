@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from ..dependency import ConfigError, PipeError
 
 #: most bytes of a file that a user writes or edits; as JSON it takes up to fifty times the memory
 MOST_BYTES = 2**23
+#: a starter of workers does not have this variable, and all its descendants do
+_OF_WORKERS = b"RANK="
 #: errors of data of another form than expected
 DAMAGED = ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
 
@@ -110,3 +113,18 @@ def process_stat(process: int) -> list[str]:
         OSError: the process has ended.
     """
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+
+
+def starter() -> str:
+    """Return an identity of the process that starts this job's workers on this host, unique over time."""
+    process = os.getppid()
+    with suppress(OSError, IndexError, ValueError):
+        while process > 1 and any(word.startswith(_OF_WORKERS) for word in _environment(process)):
+            process = int(process_stat(process)[1])  # a shell between the two
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {process} {process_stat(process)[19]}"
+    return f"{socket.gethostname()} {process}"
+
+
+def _environment(process: int) -> list[bytes]:
+    return Path(f"/proc/{process}/environ").read_bytes().split(b"\0")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from processes import start
 from refusals import refused
 
 from rpc_pipe.checkpoints import folder as folders
@@ -55,7 +56,7 @@ def test_a_damaged_note_is_as_good_as_none(tmp_path, noted):
 
 
 def test_a_shell_between_agent_and_worker_is_not_who_starts_it():
-    code = "from rpc_pipe.checkpoints.folder import starter; print(starter())"
+    code = "from rpc_pipe.system.files import starter; print(starter())"
     shell = ["sh", "-c", f"{sys.executable} -c '{code}'; true"]
     worker = {**os.environ, "RANK": "0"}
     found = {
@@ -69,10 +70,10 @@ def test_two_jobs_do_not_write_in_one_folder(tmp_path, monkeypatch):
     # The second removed what the first was writing, and the first ended by that.
     monkeypatch.setattr(folders, "_ENDING_S", 0.1)
     code = (
-        f"import sys; from rpc_pipe.checkpoints import folder as o; from pathlib import Path\n"
-        f"o.hold(Path({str(tmp_path)!r})); o.hold(Path({str(tmp_path)!r})); print('held', flush=True); sys.stdin.read()"
+        f"import signal; from rpc_pipe.checkpoints import folder as o; from pathlib import Path\n"
+        f"o.hold(Path({str(tmp_path)!r})); o.hold(Path({str(tmp_path)!r})); print('held', flush=True); signal.pause()"
     )
-    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    other = start("-c", code)
     try:
         assert other.stdout.readline() == "held\n"
         with refused("checkpoint"):

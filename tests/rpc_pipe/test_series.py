@@ -9,6 +9,7 @@ from torch import nn
 
 from rpc_pipe.checkpoints import folder as folders
 from rpc_pipe.checkpoints.resume_options import follow
+from rpc_pipe.system import files
 
 
 def job(folder, steps, *, resume=None, lr=0.1, layers=LAYERS, every=1, **options):
@@ -26,7 +27,7 @@ def job(folder, steps, *, resume=None, lr=0.1, layers=LAYERS, every=1, **options
 def other_jobs(monkeypatch):
     """Each pipeline is of another job: this process would be a restart of the one before."""
     numbers = iter(range(100))
-    monkeypatch.setattr(folders, "starter", lambda: f"job {next(numbers)}")
+    monkeypatch.setattr(files, "starter", lambda: f"job {next(numbers)}")
 
 
 def test_the_series_of_an_older_job_is_left_alone(tmp_path, caplog):
