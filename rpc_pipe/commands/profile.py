@@ -124,8 +124,6 @@ def _show(profile: Profile, path: Path, reporter: Reporter, typed: Mapping[str, 
 
 def _as_part_of(job: Job, typed: Mapping[str, Any], reporter: Reporter) -> None:
     """Measure as one worker of a job; worker 0 writes the merged profile."""
-    if "model" not in typed:
-        raise ConfigError(f"profile: needs path/to/file.py:make, {MAKE}")
     refuse_workers(typed, job)
     from ..planning.measuring.joint_profile import profile_together
 
@@ -145,7 +143,13 @@ def _as_part_of(job: Job, typed: Mapping[str, Any], reporter: Reporter) -> None:
 
 
 def load(typed: Mapping[str, Any]) -> tuple[UserModel, int]:
-    """Load the user's model, to be measured in this process; return it and the rows of its batch."""
+    """Load the user's model, to be measured in this process; return it and the rows of its batch.
+
+    Raises:
+        ConfigError: no model is named, or it cannot be measured.
+    """
+    if "model" not in typed:
+        raise ConfigError(f"profile: needs path/to/file.py:make, {MAKE}")
     import torch
 
     from ..planning.measuring.profiling import load_user_model, refuse_split, rows_of
@@ -182,9 +186,7 @@ def find_profile(
     Raises:
         ConfigError: there is neither a model nor a profile.
     """
-    if "model" not in typed:
-        if "profile" not in typed:
-            raise ConfigError(f"profile: needs path/to/file.py:make, {MAKE}")
+    if "profile" in typed and "model" not in typed:
         given = Path(typed["profile"])
         return read_profile(given), given
     if "profile" in typed:

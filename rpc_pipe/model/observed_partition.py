@@ -131,11 +131,6 @@ class ObservedPartition:
         made._settle(self._observed)
         return made
 
-    @property
-    def num_layers(self) -> int:
-        """The number of calls of blocks."""
-        return self.ranges[-1].stop
-
     def _settle(self, observed: ObservedModel) -> None:
         """Have the cut of an observed model."""
         self._observed = observed

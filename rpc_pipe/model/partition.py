@@ -103,9 +103,9 @@ class LayerPartition:
         self._num_stages = num_stages
         layers = list(model) if isinstance(model, (nn.Sequential, Sequence)) else []
         is_list = isinstance(model, (nn.Sequential, Sequence))
-        self.num_layers: int = len(layers) if is_list else getattr(model, "num_layers", num_stages)
+        num_layers: int = len(layers) if is_list else getattr(model, "num_layers", num_stages)
         self._counted = is_list or hasattr(model, "num_layers")
-        self.ranges = cut(self.num_layers, num_stages, split)
+        self.ranges = cut(num_layers, num_stages, split)
         #: parameters that several stages hold -> their stages
         self.shared: dict[str, list[int]] = {}
         #: None: one stage has all layers, so no object is in two stages
@@ -117,7 +117,7 @@ class LayerPartition:
 
             self._ties, self._holders = Ties(layers, self.ranges), shared_holders(layers, self.ranges, loss_fn)
             self.shared = {plain_name(name): stages for name, stages in self._ties.shared.items()}
-        self.block_names = [str(layer) for layer in range(self.num_layers)]
+        self.block_names = [str(layer) for layer in range(num_layers)]
         #: none: all parameters are inside layers
         self.uses: dict[tuple[int, int], int] = {}
 

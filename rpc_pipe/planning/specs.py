@@ -89,15 +89,12 @@ def make_spec(
     num_microbatches *= len(sizes)
     cls = _transformed(cls, name, recomputed, parallelism, sizes)
     values = _read_parameters(cls, name, parameters)
-    try:
-        with schedule_errors():
-            spec = cls(num_workers=num_workers, num_microbatches=num_microbatches, **values)
-            # Both are read before the schedule is checked.
-            num_stages, _ = spec.num_stages, spec.takes_steps
-            if not isinstance(num_stages, int):
-                raise TypeError(f"num_stages is {num_stages!r}; must be a whole number")
-    except (AttributeError, TypeError, NotImplementedError) as error:
-        raise ConfigError(f"schedule {name}: {error}") from error
+    with schedule_errors():
+        spec = cls(num_workers=num_workers, num_microbatches=num_microbatches, **values)
+        # Both are read before the schedule is checked.
+        num_stages, _ = spec.num_stages, spec.takes_steps
+        if not isinstance(num_stages, int):
+            raise TypeError(f"num_stages is {num_stages!r}; must be a whole number")
     asked = "".join(f" with {key}={value}" for key, value in values.items())
     if recomputed and max(recomputed) >= num_stages:
         raise ConfigError(f"recompute {max(recomputed)}: schedule {name}{asked} has stages 0 to {num_stages - 1}")
