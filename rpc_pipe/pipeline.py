@@ -12,14 +12,9 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from .arguments import (
-    begin_training,
-    compile_options,
-    make_ordering,
-    refuse_training,
-    settle_training,
-    shown_plainly,
-)
+from .arguments import (  # isort: skip
+    begin_training, compile_options, make_ordering, refuse_training, settle_training, shown_plainly,
+)  # fmt: skip
 from .dependency import Order, Spec
 from .dependency.declared import Parallelism
 from .dependency.pipeline_options import Options

@@ -28,17 +28,11 @@ from ..workers.compute.shard import Shard
 from ..workers.transport.payload import tensors_of
 from . import folder
 from .json_values import checksum, is_plain, random_state, write
-from .shard_state import (
-    column,
-    described,
-    evaluated_tensors,
-    held_tensors,
-    model_tensors,
-    of_route,
-    optimizer_tensors,
-    own_buffers,
+
+from .shard_state import (  # isort: skip
+    column, described, evaluated_tensors, held_tensors, model_tensors, of_route, optimizer_tensors, own_buffers,
     state_tensors,
-)
+)  # fmt: skip
 
 logger = logging.getLogger(__name__)
 

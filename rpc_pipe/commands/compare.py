@@ -18,19 +18,11 @@ from ..planning.footprint import Size
 from ..planning.pipe_options import PipeOptions
 from ..planning.steady import refuse_long
 from ..system.sizes import format_bytes
-from .options import (
-    COSTS,
-    MAKE,
-    Pairs,
-    Parser,
-    filled,
-    refuse_typed,
-    schedule_options,
-    typed_attention,
-    typed_costs,
-    typed_lengths,
+
+from .options import (  # isort: skip
+    COSTS, MAKE, Pairs, Parser, filled, refuse_typed, schedule_options, typed_attention, typed_costs, typed_lengths,
     typed_spec,
-)
+)  # fmt: skip
 from .profile import load, progress, refuse_unplanned
 from .readers import rate, size
 from .simulate import gathered, tell_exchange, typed_grouping

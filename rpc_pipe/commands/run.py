@@ -21,20 +21,11 @@ from ..launching.worker_main import as_worker
 from ..planning.pipe_options import PipeOptions, workers_of
 from ..planning.specs import make_spec
 from ..tracing.run_summary import FILES, result_of
-from .options import (
-    CHECKPOINTS,
-    MAKE,
-    MEMBERS,
-    PIPELINE,
-    Parser,
-    refuse_device,
-    refuse_typed,
-    refuse_workers,
-    schedule_options,
-    set_transport,
-    try_files,
-    typed_checkpoints,
-)
+
+from .options import (  # isort: skip
+    CHECKPOINTS, MAKE, MEMBERS, PIPELINE, Parser, refuse_device, refuse_typed, refuse_workers, schedule_options,
+    set_transport, try_files, typed_checkpoints,
+)  # fmt: skip
 from .readers import fraction, indices, memory, number, span, whole
 
 if TYPE_CHECKING:

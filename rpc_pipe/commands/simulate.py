@@ -25,24 +25,11 @@ from ..planning.span import Span, waits
 from ..planning.steady import Priced, check_some, price, refuse_long, refuse_many
 from ..system.garbage import uncollected
 from ..system.sizes import format_bytes
-from .options import (
-    COSTS,
-    MEMBERS,
-    SCHEDULE,
-    Pairs,
-    Parser,
-    filled,
-    read_group,
-    read_worker,
-    refuse_typed,
-    try_files,
-    typed_attention,
-    typed_costs,
-    typed_lengths,
-    typed_links,
-    typed_spec,
-    write,
-)
+
+from .options import (  # isort: skip
+    COSTS, MEMBERS, SCHEDULE, Pairs, Parser, filled, read_group, read_worker, refuse_typed, try_files, typed_attention,
+    typed_costs, typed_lengths, typed_links, typed_spec, write,
+)  # fmt: skip
 from .readers import link, numbers, positive, size, some, whole
 
 #: most forwards of a run that is simulated action by action, to be drawn

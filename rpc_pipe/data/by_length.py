@@ -15,15 +15,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..dependency import BatchError, refuse_below
-from ..model.batches.microbatches import (
-    IGNORED,
-    LazyBatch,
-    Microbatches,
-    Pair,
-    SplitBatch,
-    count_tokens,
-    labels_of,
-)
+
+from ..model.batches.microbatches import (  # isort: skip
+    IGNORED, LazyBatch, Microbatches, Pair, SplitBatch, count_tokens, labels_of,
+)  # fmt: skip
 from ..model.batches.own_rows import LengthNeeds, OwnRows, lazy_microbatches
 from ..workers.compute.result import NUM_ITEMS
 from ..workers.transport.payload import Tree

@@ -18,15 +18,10 @@ from torch import Tensor, nn
 from ..dependency import ModelError
 from ..workers.compute.modules.randomness import Randomness
 from ..workers.compute.modules.torch_internals import OperatorMode
-from .observe.placeholder import (
-    NEEDS_NUMBERS,
-    FakeTensor,
-    Placeholder,
-    PlaceholderFactory,
-    on_shapes,
-    storage_of,
-    written,
-)
+
+from .observe.placeholder import (  # isort: skip
+    NEEDS_NUMBERS, FakeTensor, Placeholder, PlaceholderFactory, on_shapes, storage_of, written,
+)  # fmt: skip
 from .observe.trees import Path, leaves, replaced, tensors
 
 #: tensors of at most this many elements are computed at once: tables of positions, dropout rates, biases

@@ -9,18 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from ..dependency import (
-    NO_REDUCTIONS,
-    RESOURCES,
-    Action,
-    Milestone,
-    Part,
-    Reductions,
-    ScheduleError,
-    Spec,
-    entries,
-    reduction_tree,
-)
+from ..dependency import (  # isort: skip
+    NO_REDUCTIONS, RESOURCES, Action, Milestone, Part, Reductions, ScheduleError, Spec, entries, reduction_tree,
+)  # fmt: skip
 from ..dependency.versions import step_of
 from ..system.garbage import uncollected
 

@@ -6,16 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from threading import Lock
 
-from ...dependency import (
-    NO_REDUCTIONS,
-    Order,
-    Part,
-    Reductions,
-    Spec,
-    check,
-    entries,
-    known_reductions,
-)
+from ...dependency import (  # isort: skip
+    NO_REDUCTIONS, Order, Part, Reductions, Spec, check, entries, known_reductions,
+)  # fmt: skip
 from ...workers.actor import MOST_PARTS, WorkerActor
 from ...workers.compute.modules.module_state import LOOKS
 from ...workers.compute.result import Result, clips

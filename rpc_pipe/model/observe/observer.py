@@ -24,20 +24,11 @@ from .autograd_functions import is_of_function, taken_by_functions
 from .frames import caller, checkpoint_frame, in_function, in_transform, lost, name_of, stale_view
 from .observation import Depends, Event, Observation, SideEffect, Value
 from .output_contract import alias_given
-from .placeholder import (
-    ALIKE,
-    LOOKS_AT_MASK,
-    NEEDS_NUMBERS,
-    Placeholder,
-    PlaceholderFactory,
-    draws_at_random,
-    on_ones,
-    on_shapes,
-    random_like,
-    storage_of,
-    without_masks,
-    written,
-)
+
+from .placeholder import (  # isort: skip
+    ALIKE, LOOKS_AT_MASK, NEEDS_NUMBERS, Placeholder, PlaceholderFactory, draws_at_random, on_ones, on_shapes,
+    random_like, storage_of, without_masks, written,
+)  # fmt: skip
 from .side_effects import LeftAttributes, boxes, contents, differ, fill, hooked, left_in, watching
 from .skeleton import Skeleton, is_mark
 from .trees import at, leaves, mapped, replaced, tensors

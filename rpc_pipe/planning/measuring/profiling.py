@@ -32,16 +32,10 @@ from ...workers.compute.sequences.sequence import state_dropped
 from ...workers.compute.updating import OptimizerFactory
 from ...workers.transport.payload import Tree, map_tensors, tensors_of
 from ..profile import THOUSAND, LayerCost, LengthTerms, Profile, Tie
-from .block_timing import (
-    Barrier,
-    costs_of,
-    estimated,
-    layer_blocks,
-    operations_a_ms,
-    optimizer_ratio,
-    scatter,
-    time_blocks,
-)
+
+from .block_timing import (  # isort: skip
+    Barrier, costs_of, estimated, layer_blocks, operations_a_ms, optimizer_ratio, scatter, time_blocks,
+)  # fmt: skip
 from .timed_block import Forward, TimedBlock
 
 __all__ = ["OPTIMIZERS", "UserModel", "load_user_model", "profile_model", "refuse_split", "rows_of", "signature"]

@@ -18,19 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ...transport.payload import (
-    Payload,
-    Place,
-    Tree,
-    as_leaf,
-    distinct_tensors,
-    extent,
-    is_dense,
-    pack,
-    parts_of,
-    tensors_of,
-    unpack,
-)
+from ...transport.payload import (  # isort: skip
+    Payload, Place, Tree, as_leaf, distinct_tensors, extent, is_dense, pack, parts_of, tensors_of, unpack,
+)  # fmt: skip
 from .module_state import KeptAttribute, KeptTensor
 from .torch_internals import no_view
 
