@@ -183,7 +183,7 @@ class Session:
         if self.partition.ranges:
             self.make_shards()
         elif example is not None:
-            self.cut(example)
+            self.cut(example, trained=False)  # it may have no labels, for a pipeline that predicts or generates
 
     def cut(
         self,
@@ -191,6 +191,7 @@ class Session:
         microbatches: Sequence[Tree] | None = None,
         pair: Pair | None = None,
         whole: bool = False,
+        trained: bool = True,
     ) -> Microbatches:
         """Split a batch into microbatches; the first one cuts the model, too, if no example has."""
         how, cuts = pair or self.partition.pair, self.awaits_batch
@@ -205,7 +206,7 @@ class Session:
             self.form = form_of(batch if microbatches is None else microbatches[0])
         if cuts:
             with torch.inference_mode(False):  # parameters that are made now are trained later
-                self.partition.observe(found.inputs[0], trained=pair is None)
+                self.partition.observe(found.inputs[0], trained=trained and pair is None)
                 self.make_shards()
         if self.partition.adds_means and self.spec.takes_steps and any(map(has_items, found.first)):
             found = with_means(found)

@@ -164,7 +164,7 @@ def read_by(function: Any, parts: Collection[nn.Module]) -> tuple[dict[int, Any]
             continue
         found[id(value)] = value
         if isinstance(value, FunctionType):
-            if not value.__module__.startswith("torch."):
+            if not (value.__module__ or "").startswith("torch."):
                 todo += [value.__code__, value.__defaults__, value.__kwdefaults__, *mentioned(value).values()]
         elif isinstance(value, CodeType):
             names.update(value.co_names, (each for each in value.co_consts if isinstance(each, str)))

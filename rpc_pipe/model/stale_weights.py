@@ -92,7 +92,8 @@ def _watch(shard: Shard, weights: Mapping[ref[nn.Parameter], str]) -> None:
         with _Reading(weights):
             return loss_fn(output, target)
 
-    of_torch = getattr(loss_fn, "__module__", "").startswith("torch.")  # also compiled ones, which a mode would change
+    module = getattr(loss_fn, "__module__", None) or ""  # None: exec has made it
+    of_torch = module.startswith("torch.")  # also compiled ones, which a mode would change
     if loss_fn is not None and weights and not of_torch and not hasattr(loss_fn, "_torchdynamo_orig_callable"):
         shard.loss_fn = watched
 

@@ -37,6 +37,25 @@ def test_a_dict_goes_in_by_name_and_the_loss_comes_from_inside():
     assert pipe.evaluate(batch) == pytest.approx(expected(**batch)["loss"].item(), rel=1e-5)
 
 
+def test_an_example_needs_no_labels():
+    """The lines of docs/elsewhere.md for inference raised that the model returns no loss."""
+    batch = lm_batch()
+    inputs = {"ids": batch["ids"], "mask": batch["mask"]}
+    by_example, again = (
+        Pipeline(made(models.Tied), training=Training(SGD), num_workers=2, num_microbatches=2, **example)
+        for example in ({"example": inputs}, {})
+    )
+    assert torch.equal(by_example.predict(inputs)["logits"], again.predict(inputs)["logits"])
+    assert by_example.step(batch) == again.step(batch) and by_example.evaluate(batch) == again.evaluate(batch)
+
+
+def test_a_loss_function_may_have_no_module():
+    """Those of `exec` have none: there was a traceback of `startswith`."""
+    exec("def loss(output, batch): return output['logits'].square().mean()", names := {"__builtins__": {}})
+    pipe = Pipeline(made(models.Tied), names["loss"], training=Training(SGD), num_workers=2, num_microbatches=2)
+    assert pipe.step({name: value for name, value in lm_batch().items() if name != "labels"}) > 0
+
+
 def test_a_collators_batch_is_a_mapping_and_no_dict():
     """`DataCollatorWithPadding` of transformers makes them, and the first step said that they cannot travel."""
     pipe = Pipeline(made(models.Tied), training=Training(SGD), num_workers=2, num_microbatches=2)
