@@ -27,6 +27,8 @@ _LOADERS = 2
 _FEW = 64
 #: share of the memory for chunks that is kept for the next chunks
 _AHEAD = 8
+#: batches that are made ahead: without an end, the thread that makes small ones takes half of the time from training
+_MOST_AHEAD = 32
 #: of the user's limit, this share is for chunks and batches; the rest is left to the allocator and the interpreter
 _USED = 0.8
 
@@ -240,7 +242,7 @@ class Reader:
 
     Args:
         room: bytes that chunks may take.
-        ahead_bytes: bytes of batches that are made ahead, one batch at least.
+        ahead_bytes: bytes of batches that are made ahead, one batch at least, and few enough not to disturb training.
         timeout_s: seconds that a batch may take.
     """
 
@@ -248,7 +250,8 @@ class Reader:
         self, source: Source, order: Order, shares: Dealt, room: int, ahead_bytes: int, timeout_s: float
     ) -> None:
         self._source, self._order, self._shares, self._timeout_s = source, order, shares, timeout_s
-        self._num_ahead = max(1, ahead_bytes // (source.sample_bytes * shares.rows // shares.pipelines + 1))
+        fitting = ahead_bytes // (source.sample_bytes * shares.rows // shares.pipelines + 1)
+        self._num_ahead = max(1, min(_MOST_AHEAD, fitting))
         epochs = None if shares.total is None else -(-shares.total // order.num_samples)
         self.residency = Residency(source, order, room, timeout_s, epochs)
         self._batches: Iterator[tuple[Tree, Tree]] = iter(())

@@ -3,6 +3,7 @@ import os
 import random
 import resource
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -61,6 +62,20 @@ def test_what_fits_into_memory_is_loaded_once_for_all_epochs(shards):
     roomy = loader(shards, epochs=3)
     read(roomy)
     assert roomy.loads == 8
+
+
+def test_few_batches_are_made_ahead(shards, monkeypatch):
+    """Thousands of small ones fitted into the memory: to make them took a small run more time than to train."""
+    made, real = [], Reader._made
+    monkeypatch.setattr(Reader, "_made", lambda reader, located: made.append(1) or real(reader, located))
+    small = loader(shards, rows=1, memory=2**20, window=None)
+    _inputs, _targets = next(iter(small))
+    deadline = time.monotonic() + 10
+    while len(made) < 33 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.02)
+    small.close()
+    assert len(made) == 1 + 32
 
 
 def test_resumed_at_any_position_with_other_rows(shards):

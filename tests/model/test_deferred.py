@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 
 import numpy
 import torch
 import unsplit_models as models
+from processes import python
 from refusals import refused
 from torch import Tensor, nn
 
@@ -126,13 +125,13 @@ build(256)
 before = status("VmRSS")
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")  # the peak counts from here
-stage = build(1536)
+stage = build(1024)
 share = sum(parameter.nbytes for _, parameter in stage.named_parameters())
 print((status("VmHWM") - before) / share)
 """
 
 
 def test_the_peak_while_building_is_little_more_than_the_own_share():
-    done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, timeout=120)
+    done = python("-c", MEASURE)
     assert done.returncode == 0, done.stderr
     assert 1 < float(done.stdout) < 1.3
