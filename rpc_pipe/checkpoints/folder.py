@@ -270,13 +270,10 @@ def job_of(actor: WorkerActor) -> dict[str, Any]:
     every = {form for told in everywhere(actor, "shapes of the model", sorted(forms)) for form in told}
     groups = [group for shard in shards if shard.optimizer is not None for group in shard.optimizer.param_groups]
     rates = (group.get("initial_lr", group.get("lr")) for group in groups)
-    return {
-        "script": Path(sys.argv[0]).name,
-        "model": zlib.crc32(repr(sorted(every)).encode()),
-        "begun": time.time_ns(),
-        "learning_rate": next((float(rate) for rate in rates if rate is not None), None),
-        "lr_scheduler": next((_named(shard.updating.training.lr_scheduler) for shard in shards), None),
-    }
+    rate = next((float(rate) for rate in rates if rate is not None), None)
+    schedule = next((_named(shard.updating.training.lr_scheduler) for shard in shards), None)
+    about = {"script": Path(sys.argv[0]).name, "model": zlib.crc32(repr(sorted(every)).encode())}
+    return {**about, "begun": time.time_ns(), "learning_rate": rate, "lr_scheduler": schedule}
 
 
 def _named(factory: Any) -> str | None:

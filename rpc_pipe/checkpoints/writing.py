@@ -135,12 +135,9 @@ class Snapshot:
             with _refused(place):
                 for what, tensors in ((what, tensors) for what, tensors in self._files.items() if tensors):
                     name = f"{what}-{number:05}-of-{count:05}.safetensors"
-                    files[name] = {
-                        "what": what,
-                        "bytes": write(place / name, tensors),
-                        "tensors": {key: _form(tensor) for key, tensor in tensors.items()},
-                        "sums": {key: checksum(tensor) for key, tensor in tensors.items()},
-                    }
+                    forms = {key: _form(tensor) for key, tensor in tensors.items()}
+                    sums = {key: checksum(tensor) for key, tensor in tensors.items()}
+                    files[name] = {"what": what, "bytes": write(place / name, tensors), "tensors": forms, "sums": sums}
                 folder.write_json(place / _part(self.process), {"files": files, "stages": self._stages})
         except Exception:
             _give_up(place, self.process)

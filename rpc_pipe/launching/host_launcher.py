@@ -29,10 +29,7 @@ from .worker_process import Logs, WorkerProcess, hear
 _POLL_S = 0.01
 #: attempt, numbers of workers and hosts, arguments of `rpc-pipe`, workers of this host
 _Begin = tuple[int, int, int, list[str], list[int]]
-_GONE = (
-    "the first host, {0}, is gone, or cut off from this one: the workers of this host are ended. If the job goes on "
-    "there, rpc-pipe join {0} takes part again; if not, start it again on all hosts, with --resume auto if it can"
-)
+_GONE = "the first host, {0}, is gone, or cut off: rpc-pipe join {0} takes part again; else start again on all hosts"
 
 
 class HostLauncher(Launcher):

@@ -140,10 +140,7 @@ def _torchrun_folder() -> Path:
     return folder
 
 
-_RPC_MEANS = (
-    "torch RPC runs what it receives and authenticates nobody: anybody who reaches a worker's port can run code as "
-    "you, and read and change the data in transit"
-)
+_RPC_MEANS = "torch RPC authenticates nobody: anybody who reaches a worker's port can run code as you, and read data"
 _KEY_MEANS = "without a key file the key travels through torchrun's store: anybody who reaches it can take part"
 
 

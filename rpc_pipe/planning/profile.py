@@ -248,9 +248,8 @@ class Chain:
         self._times = {kind: self._sums(block.times.get(kind, 0) for block in blocks) for kind in TIMED}
         #: of the first stage, which computes no gradient of its inputs: all its backward is W
         self._first_times = {**self._times, I: [0.0] * len(self._places), W: self._times[B]}
-        self._sizes: list[Size] = [
-            reduce(Size.__add__, [block.size for block in blocks[a:b]]) for a, b in pairwise(self._places)
-        ]
+        parts = ([block.size for block in blocks[a:b]] for a, b in pairwise(self._places))
+        self._sizes: list[Size] = [reduce(Size.__add__, part) for part in parts]
         self._bytes: dict[str, list[float]] = {
             name: [0.0, *accumulate(getattr(size, name) for size in self._sizes)] for name in SUMMED
         }
@@ -325,11 +324,8 @@ def as_json(profile: Profile) -> dict[str, Any]:
     """Return a profile as JSON values; times in milliseconds, sizes in bytes; the blocks come last."""
     content: dict[str, Any] = to_json_value(profile)
     rows = content.pop("rows")
-    return {
-        **content,
-        "num_blocks": profile.num_blocks,
-        "rows": {count: rows[count] for count in sorted(rows, key=int)},
-    }
+    ordered = {count: rows[count] for count in sorted(rows, key=int)}
+    return {**content, "num_blocks": profile.num_blocks, "rows": ordered}
 
 
 def from_json(content: Any, where: str) -> Profile:

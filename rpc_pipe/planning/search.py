@@ -112,11 +112,9 @@ class _Search:
     def __init__(self, request: PlanRequest, tell: Progress) -> None:
         self._request, self._tell = request, tell
         self._begin = time.monotonic()
-        self._chains = {
-            (count, grouping): request.chain(count, grouping)
-            for count, grouping in product(request.microbatches, request.groupings)
-            if count % grouping.planes == 0 and len(request.lengths) in (0, count)
-        }
+        pairs = ((count, grouping) for count, grouping in product(request.microbatches, request.groupings))
+        fits = (pair for pair in pairs if pair[0] % pair[1].planes == 0 and len(request.lengths) in (0, pair[0]))
+        self._chains = {pair: request.chain(*pair) for pair in fits}
         #: the most promising first
         self.searches = sorted(self._list(), key=lambda pair: pair[1].expected)
         names = {candidate.schedule for candidate, _ in self.searches}

@@ -232,9 +232,8 @@ def simulate(
     if len(ran) != len(costs):
         raise ScheduleError(f"deadlock: {len(costs) - len(ran)} actions cannot run; `dependency.check_all` says why")
     transfers = None if link_queues is None else link_queues.transfers
-    return Simulation(
-        relation.spec, order, *_figures(relation, ran, costs, scale), relation, ran, comm, transfers, scale
-    )
+    figures = _figures(relation, ran, costs, scale)
+    return Simulation(relation.spec, order, *figures, relation, ran, comm, transfers, scale)
 
 
 def in_time(times: Iterable[float], scale: int) -> tuple[float, ...]:

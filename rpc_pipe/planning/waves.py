@@ -249,13 +249,9 @@ class _Moments:
         moving = np.flatnonzero(grown)
         # A stream in another piece than before must have the same number left as then.
         left = before.state[-1] - grown * (self.piece == before.piece)
-        if (
-            not moving.size
-            or not np.array_equal(busy, before.until < NEVER)
-            or not (self.until[busy] - before.until[busy] == took).all()
-            or not np.array_equal(self.left[moving], left[moving])
-            or self._on_the_way() != before.on_the_way
-        ):
+        same = np.array_equal(busy, before.until < NEVER) and np.array_equal(self.left[moving], left[moving])
+        same = same and bool((self.until[busy] - before.until[busy] == took).all())
+        if not moving.size or not same or self._on_the_way() != before.on_the_way:
             return 0
         counted = self.counts - before.counts
         # A need has grown as its waiting action has; else it is met in time, always.

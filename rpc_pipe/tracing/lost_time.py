@@ -181,10 +181,8 @@ class Attribution:
         for cause, share in shares.items():
             if share >= _NEGLIGIBLE:
                 totals[self._blame(cause, lost)] += share
-        found = [
-            f"{what}, which costs about {_percent(share)} of a step: {advice}"
-            for (what, advice), share in sorted(totals.items(), key=itemgetter(1), reverse=True)[:2]
-        ]
+        most = sorted(totals.items(), key=itemgetter(1), reverse=True)[:2]
+        found = [f"{what}, which costs about {_percent(share)} of a step: {advice}" for (what, advice), share in most]
         if not {what for what, _ in totals} - {_BUBBLE}:
             reached = _percent(lost.limit_ms / lost.step_ms + shares["bubble"])
             found.insert(0, f"the run reaches {reached} of what {name_of(self._spec)} allows")

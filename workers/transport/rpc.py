@@ -113,12 +113,9 @@ class RpcLink:
         rendezvous = [(self._store, rank, count)]
         register_rendezvous_handler(_SCHEME, lambda *_, **__: iter(rendezvous))
         options = rpc.TensorPipeRpcBackendOptions(
-            num_worker_threads=_RPC_THREADS,
-            rpc_timeout=self._timeout_s,
-            init_method=f"{_SCHEME}://",
-            _transports=["uv"],
-            _channels=["basic"],
-        )
+            num_worker_threads=_RPC_THREADS, rpc_timeout=self._timeout_s, init_method=f"{_SCHEME}://",
+            _transports=["uv"], _channels=["basic"],
+        )  # fmt: skip
         try:
             with warnings.catch_warnings():
                 # init_rpc itself uses a gloo group in a way that torch deprecates

@@ -51,13 +51,8 @@ _ADDRESS = re.compile(r"tcp://([0-9]{1,3}(?:\.[0-9]{1,3}){3}|\[[0-9a-f:.]{2,45}\
 #: how libzmq spells an address of IPv4 when it reconnects from a socket that may have IPv6
 _MAPPED = re.compile(r"\[::ffff:([0-9.]+)\]")
 #: events of a monitor about connections that listening sockets accept
-_CAME = (
-    zmq.EVENT_ACCEPTED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
+_FAILED = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+_CAME = sum((zmq.EVENT_ACCEPTED, zmq.EVENT_HANDSHAKE_SUCCEEDED, *_FAILED))
 #: no enum: its operators are functions in Python
 _READABLE = int(zmq.POLLIN)
 

@@ -339,16 +339,12 @@ class Observer(TorchFunctionMode):
             if is_of_function(value.tensor) and not self.events[value.made].is_block:
                 self.events[value.made].in_function = True
         changed = {storage for past in self.events for storage in past.writes}
-        return Observation(
-            self.events,
-            [value for past in self.events for value in past.made],
-            self.calls,
-            self._fields,
-            fields_written=any(storage_of(value.tensor) in changed for value in self._given),
-            stored={storage_of(tensor): name for tensor, name in self._standing},
-            exchanged={name for tensor, name in self._standing if storage_of(tensor) not in self._stored},
-            transforms=self._transforms,
-        )
+        values = [value for past in self.events for value in past.made]
+        found = Observation(self.events, values, self.calls, self._fields, transforms=self._transforms)
+        found.fields_written = any(storage_of(value.tensor) in changed for value in self._given)
+        found.stored = {storage_of(tensor): name for tensor, name in self._standing}
+        found.exchanged = {name for tensor, name in self._standing if storage_of(tensor) not in self._stored}
+        return found
 
 
 class _OperatorObserver(OperatorMode):

@@ -168,12 +168,9 @@ class _TimedUpdate:
     def complete(self) -> LayerCost:
         """Return the costs of the block with the times of U and G, and all bytes but its working memory."""
         block, cost, state = self._block, self._block.cost, {} if self._optimizer is None else self._optimizer.state
-        size = replace(
-            cost.size,
-            weights=block.weights + block.buffers,
-            gradients=sum(parameter.nbytes for _, parameter in block.trained),
-            optimizer=sum(t.nbytes for own in state.values() for t in own.values() if isinstance(t, torch.Tensor)),
-        )
+        gradients = sum(parameter.nbytes for _, parameter in block.trained)
+        optimizer = sum(t.nbytes for own in state.values() for t in own.values() if isinstance(t, torch.Tensor))
+        size = replace(cost.size, weights=block.weights + block.buffers, gradients=gradients, optimizer=optimizer)
         took = {kind: median(times or [0.0]) for kind, times in self._times.items()}
         return replace(cost, times={**cost.times, **took}, size=size)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,13 +56,10 @@ def divide_by_plan(mesh: Any, module: nn.Module, name: str, model: nn.Module) ->
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    styles: dict[str, Callable[[], Any]] = {
-        "colwise": ColwiseParallel,
-        "rowwise": RowwiseParallel,
-        "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
-        "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
-        "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
-    }
+    whole = partial(ColwiseParallel, output_layouts=Replicate())
+    styles: dict[str, Callable[[], Any]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+    styles |= {"colwise_rep": whole, "colwise_gather_output": whole}
+    styles["rowwise_split_input"] = partial(RowwiseParallel, input_layouts=Replicate())
     plan = _plan_of(model)
     if not plan:
         fix = "take fsdp, or in a script a function of (module, mesh), such as torch's parallelize_module"
