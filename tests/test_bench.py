@@ -1,13 +1,10 @@
 """The benchmark against other systems: that it compares what is comparable, and says so where it is not."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from processes import python
+from processes import ROOT, python
 
 from bench import devices, group, systems
 from bench.models import balanced, bert, ragged, resnet
@@ -144,8 +141,7 @@ def test_between_hosts_latency_is_predicted():
 
 def test_the_way_of_a_hop_is_measured():
     """The places that it wraps had other names, and it ended in a FileNotFoundError."""
-    command = [sys.executable, str(Path(__file__).parents[1] / "bench" / "hops.py"), "--workers", "2", "--ms", "1"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ended = python(ROOT / "bench" / "hops.py", "--workers", 2, "--ms", 1)
     assert ended.returncode == 0 and "rpc-pipe: packed, outbox" in ended.stdout, ended.stderr
 
 

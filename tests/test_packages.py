@@ -17,16 +17,16 @@ from processes import ROOT, environment
 import rpc_pipe
 
 #: of the core tests those that take a moment
-CORE = "tests/dependency/test_rules.py", "tests/rpc_pipe/test_pipeline.py"
+CORE = "tests/dependency/test_rules.py", "tests/rpc_pipe/test_face.py"
 #: of setuptools, which is not imported: its distutils warn
 MAJOR = max(
     (int(each.version.split(".")[0]) for each in importlib.metadata.distributions(name="setuptools")), default=0
 )
 
 
-def run(*command, cwd):
+def run(*command, cwd, PYTHONPATH=""):
     """Run a command to its end; return what it printed."""
-    env = environment(OMP_NUM_THREADS="1", PYTHONPATH="")
+    env = environment(OMP_NUM_THREADS="1", PYTHONPATH=PYTHONPATH)
     done = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -52,9 +52,10 @@ def test_a_wheel_of_the_source_distribution_passes_core_tests_in_a_fresh_environ
     (wheel,) = tmp_path.glob("*.whl")
     venv.create(fresh, with_pip=False)
     python = fresh / "bin" / "python"
-    pip = sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-index", "--no-deps"
-    run(*pip, "--no-compile", wheel, cwd=tmp_path)
     (packages,) = fresh.glob("lib/python*/site-packages")
+    pip = python, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--ignore-installed"
+    path = Path(importlib.util.find_spec("pip").origin).parents[1]
+    run(*pip, wheel, cwd=tmp_path, PYTHONPATH=str(path))
     (packages / "of_this_environment.pth").write_text(str(Path(torch.__file__).parents[1]))
     shutil.move(unpacked / "tests", apart / "tests")  # beside these there is no rpc_pipe
     shutil.copy(unpacked / "pyproject.toml", apart)
