@@ -164,11 +164,8 @@ def tell_exchange(spec: Spec, typed: Mapping[str, Any]) -> list[str]:
     """Return a line if replicas or members exchange in no time, as no option prices it."""
     if typed.get("members", 1) > 1 and not {"gather", "model"} & typed.keys():
         return ["members gather weights and sum up results in no time here: --gather TIME gives it a time"]
-    if (
-        not any(spec.own_place(worker)[0] for worker in spec.workers)
-        or {"comm", "link", "uplink", "model"} & typed.keys()
-        or G.letter in typed.get("cost", {})
-    ):
+    is_timed = {"comm", "link", "uplink", "model"} & typed.keys() or G.letter in typed.get("cost", {})
+    if is_timed or not any(spec.own_place(worker)[0] for worker in spec.workers):
         return []
     timed = "--payload BYTES with --link TIME/BANDWIDTH or --uplink BYTES of simulate gives the exchange a time"
     return [f"replicas exchange gradients in no time here: {timed}"]

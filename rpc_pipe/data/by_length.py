@@ -150,12 +150,9 @@ def _sides(
     if rows is None:
         return [None] * len(groups)
     found = rows if here is None else dict(zip((row for n in here for row in groups[n]), rows, strict=True))
-    return [
-        joined([found[row] for row in group], [lengths[row] for row in group], are_targets)
-        if here is None or number in here
-        else None
-        for number, group in enumerate(groups)
-    ]
+    here = range(len(groups)) if here is None else here
+    kept = [group if number in here else [] for number, group in enumerate(groups)]
+    return [joined([found[r] for r in own], [lengths[r] for r in own], are_targets) if own else None for own in kept]
 
 
 def joined(rows: Sequence[Any], lengths: Sequence[int], are_targets: bool = False) -> Tree:

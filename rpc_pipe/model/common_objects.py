@@ -124,12 +124,9 @@ def shared_generators(paired: Sequence[tuple[str, nn.Module, nn.Module]], own: C
     """
     drawing = [(path, part, vars(module)) for path, module, part in paired]
     held = {id(value) for _, part, values in drawing if part not in own for value in values.values()}
-    return [
-        Holder(f"block {path}", name, vars(part)[name], None)
-        for path, part, values in drawing
-        for name, value in (values.items() if part in own else ())
-        if id(value) in held and _drawn(value) is not None
-    ]
+    values = ((path, part, *each) for path, part, values in drawing if part in own for each in values.items())
+    drawn = [(path, part, name) for path, part, name, v in values if id(v) in held and _drawn(v) is not None]
+    return [Holder(f"block {path}", name, vars(part)[name], None) for path, part, name in drawn]
 
 
 def look(holders: Sequence[Holder]) -> Callable[[], None]:

@@ -117,11 +117,8 @@ class DeferredModel(OperatorMode):
             return tensor
         storage = storage_of(tensor)
         operations = self._operations_for(storage)
-        last_use = {
-            id(each): operation.number
-            for operation in operations
-            for each in tensors((operation.args, operation.kwargs, operation.result))
-        }
+        used = ((each.number, tensors((each.args, each.kwargs, each.result))) for each in operations)
+        last_use = {id(tensor): number for number, there in used for tensor in there}
         now: dict[int, Tensor] = {}
         found: Tensor | None = None
         with torch.no_grad():

@@ -278,13 +278,9 @@ class ObservedModel:
         blocks = [self._source.get_submodule(path) for path in paths if path not in ("", MARK)]
         hooked = set(map(self._source.get_submodule, self.hooked))
         owned = {p for name, p in self._source.named_parameters() if owners[name] == {stage}}
-        return [
-            block
-            for block in separate(self._source, blocks)
-            if owned.issuperset(block.parameters())
-            and hooked.isdisjoint(block.modules())
-            and all(tensor.device == device for tensor in (*block.parameters(), *block.buffers()))
-        ]
+        found = [block for block in separate(self._source, blocks) if owned.issuperset(block.parameters())]
+        free = [block for block in found if hooked.isdisjoint(block.modules())]
+        return [b for b in free if all(tensor.device == device for tensor in (*b.parameters(), *b.buffers()))]
 
     def _assigned(self, cut: Sequence[range]) -> Assignment:
         """Return the assignment of a cut; the last one is cached."""

@@ -140,12 +140,8 @@ def by_length(spec: Spec, usual: Cost, lengths: Sequence[float]) -> Cost:
 
 def spans_of(records: Sequence[StepRecord]) -> list[Span]:
     """Return the actions in `records`, in ms, without transfers between workers."""
-    return [
-        Span(record.worker, action, start_ns / 1e6, end_ns / 1e6)
-        for record in records
-        for action, start_ns, end_ns in record.actions
-        if action.kind.resource != "control"
-    ]
+    ran = [(r.worker, run) for r in records for run in r.actions if run.action.kind.resource != "control"]
+    return [Span(worker, action, start / 1e6, end / 1e6) for worker, (action, start, end) in ran]
 
 
 class Transfer(NamedTuple):

@@ -349,13 +349,9 @@ def summing_orders(spec: Spec) -> list[list[list[int]]]:
 
 def state_of(optimizers: Iterable[tuple[Optimizer | None, Iterable[tuple[str, nn.Parameter]]]]) -> dict[str, Tensor]:
     """Return the tensors of optimizers by parameter and key: of momentum, they show the gradients of all steps."""
-    return {
-        f"{name} {key}": value
-        for optimizer, named in optimizers
-        for name, parameter in named
-        for key, value in (optimizer.state.get(parameter, {}) if optimizer is not None else {}).items()
-        if isinstance(value, Tensor)
-    }
+    trained = [(optimizer, *each) for optimizer, named in optimizers if optimizer is not None for each in named]
+    states = ((name, optimizer.state.get(parameter, {})) for optimizer, name, parameter in trained)
+    return {f"{name} {key}": v for name, state in states for key, v in state.items() if isinstance(v, Tensor)}
 
 
 @torch.no_grad()

@@ -118,13 +118,9 @@ class Updating:
             _refuse_others(self.optimizer, self.parameters)
         held = self._updated()
         #: frozen, or forgotten by the optimizer's factory
-        self._without = [
-            (name, parameter)
-            for name, parameter in (named if training.optimizer is not None else ())
-            if id(parameter) not in held
-            and name not in left_out
-            and not (parameter.requires_grad and self.owned is not None and name not in self.owned)
-        ]
+        given = named if training.optimizer is not None else ()
+        left = [(name, p) for name, p in given if id(p) not in held and name not in left_out]
+        self._without = [(n, p) for n, p in left if not p.requires_grad or self.owned is None or n in self.owned]
         self.lr_scheduler = None
         if self.optimizer is not None and training.lr_scheduler is not None:
             _own_rates(self.optimizer)

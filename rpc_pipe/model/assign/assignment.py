@@ -212,13 +212,9 @@ class Assignment:
 
     def _crossing_at(self, before: int) -> list[tuple[torch.Size, int]]:
         """Return (shape, bytes of an element) of the tensors that would cross a cut before this event."""
-        return [
-            (value.tensor.shape, value.tensor.element_size())
-            for value, readers in self._readers.items()
-            if value.depends is Depends.BLOCKS
-            and value.made < before
-            and any(event.index >= before for event, _ in readers)
-        ]
+        found = [(value, readers) for value, readers in self._readers.items() if value.depends is Depends.BLOCKS]
+        crosses = (v for v, readers in found if v.made < before and any(event.index >= before for event, _ in readers))
+        return [(value.tensor.shape, value.tensor.element_size()) for value in crosses]
 
     def _find_owners(self) -> Owners:
         trained = {name for event in self._observation.events for name in event.params}  # on one stage each

@@ -87,12 +87,9 @@ class Script:
         #: whether the attributes after a first forward that ended with the stage's last event were compared
         self.is_settled = self.is_last or self._to_the_end
         #: names of the weights and buffers that are written here, even with equal values
-        self.writes = {
-            observation.stored[storage]
-            for event, at in zip(observation.events, assignment.stage_of, strict=True)
-            if at in (stage, None)
-            for storage in event.writes & observation.stored.keys()
-        } | observation.exchanged
+        own = [event for event, at in zip(observation.events, assignment.stage_of, strict=True) if at in (stage, None)]
+        written = {storage for event in own for storage in event.writes & observation.stored.keys()}
+        self.writes = {observation.stored[storage] for storage in written} | observation.exchanged
         #: arriving tensors: (shape, maker)
         self.receives = [(value.tensor.shape, observation.events[value.made].where) for value, _ in role.receives]
         #: (id of the observed tensor, place in the payload, whether to copy it)
