@@ -205,7 +205,8 @@ class Stream:
         else:
             if payload is not None:
                 step.payloads[action] = payload
-                step.tally.arrived.append(Arrived(action, peer, payload.num_bytes, at_ns))
+                if step.batch.train:  # a report tells them
+                    step.tally.arrived.append(Arrived(action, peer, payload.num_bytes, at_ns))
             step.state.arrived(action)
 
     def _reached(self, step: Step, action: Action, number: int) -> None:
