@@ -5,8 +5,9 @@ On every stage transformers prepares each group: cache, masks, logits processors
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from .workers.compute.sequences.slice_check import CACHES
 
 #: the only values of these options that stages can follow
 _USUAL = {"return_dict_in_generate": False, "guidance_scale": 1, "prefill_chunk_size": 0}
+#: of attributes of processors that do not depend on rows, and have no state
+_NUMBERS = {bool, int, float, type(None)}
 
 
 class Text:
@@ -31,17 +34,16 @@ class Text:
 
     def __init__(self, model: Any, fields: Mapping[str, Any], options: Mapping[str, Any], rows: range) -> None:
         self.new: list[Tensor] = []
-        self.ended, self._is_first = False, True
+        self.ended = False
         #: arguments of a round, and those that grow, for the whole text; None: transformers prepares each round
         self._round: dict[str, Any] = {}
         self._whole: dict[str, Tensor] | None = None
         #: layers of the cache that stand for those of other stages, where this one has none of their kind
         self._elsewhere: list[Any] = []
 
-        def prepared(model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, **given: Any) -> Any:
-            self.model: Any = model
-            self.ids, self._processors, self._criteria = input_ids, logits_processor, stopping_criteria
-            self._config, self._inputs = given.pop("generation_config"), given
+        def prepared(model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, **given: Any) -> Any:
+            self.model, self._ids, self._config = model, input_ids, given.pop("generation_config")
+            self._processors, self._criteria, self._inputs = logits_processor, stopping_criteria, given
             during.update(_attributes(asked))
             return input_ids
 
@@ -52,21 +54,39 @@ class Text:
             model.generate(**fields, **options, custom_generate=prepared)
         except (AttributeError, ImportError, TypeError, ValueError) as error:
             raise ConfigError(f"generate: {first_sentence(error)}") from error
-        if not hasattr(self, "ids"):
+        if not hasattr(self, "_ids"):
             raise ConfigError(f"generate: {type(model).__name__} has a generate of its own; let it call transformers'")
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise ConfigError("generate: an adapter that learns prompts is not done in stages; take another")
         if during != _attributes(model):
             raise ConfigError(
-                f"generate: {type(model).__name__}.generate changes the model while it decodes, as for adapter_names; "
-                "leave that out, or change it before"
+                f"generate: {type(model).__name__}.generate changes the model meanwhile; change it before"
             )
+        self._prompt = self._ids.shape[1]
         self._refuse()
         #: number of new tokens
-        self.most = self._criteria.max_length - self.ids.shape[1]
+        self.most = self._criteria.max_length - self._prompt
+        #: the token behind a text that has ended
+        self.pad = 0 if (pad := self._config._pad_token_tensor) is None else int(pad)
         self._ends = type(self._criteria)(each for each in self._criteria if not hasattr(each, "max_length"))
-        self.rows: range = range(rows.start * (n := len(self.ids) // len(rows)), rows.stop * n)
+        self._each = len(self.ids) // len(rows)
+        self.rows: range = range(rows.start * self._each, rows.stop * self._each)
         self._going = torch.ones(len(self.ids), dtype=torch.bool, device=self.ids.device)
+
+    def part(self, rows: range) -> Text | None:
+        """Return the text of some rows of all; None: transformers prepares them otherwise than all together."""
+        tensors = {name: value for name, value in self._inputs.items() if isinstance(value, Tensor)}
+        held = [value for each in self._processors for value in getattr(each, "__dict__", {"": each}).values()]
+        if any(value.shape != self.ids.shape for value in tensors.values()) or not {*map(type, held)} <= _NUMBERS:
+            return None
+        part, cache = copy.copy(self), copy.copy(self._cache)
+        part.rows, part.new = range(rows.start * self._each, rows.stop * self._each), []
+        cache.layers = [copy.copy(layer) for layer in cache.layers]
+        part._inputs = {name: cache if value is self._cache else value for name, value in self._inputs.items()}
+        at = slice(part.rows.start, part.rows.stop)
+        part._inputs |= {name: value[at] for name, value in tensors.items()}
+        part._ids, part._going = self.ids[at], self._going[at]
+        return part
 
     def _refuse(self) -> None:
         """Refuse a kind of decoding, or a state, that rounds of tokens do not have.
@@ -97,74 +117,73 @@ class Text:
         if most is not None and length > most:
             raise ConfigError(f"generate: {length} tokens with the prompt: there are {most} positions; take fewer")
 
-    def refuse_lengths(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def refuse_lengths(self, groups: Iterable[tuple[int, int]]) -> None:
         """Refuse groups whose longest rows differ, where all positions depend on the longest row of a batch.
+
+        Args:
+            groups: the first row of each, and the one behind its last.
 
         Raises:
             ConfigError: they do.
         """
         rope = getattr(self.model.config, "rope_parameters", None) or {}
-        if rope.get("rope_type") != "longrope" or len(groups) == 1:
+        if rope.get("rope_type") != "longrope" or (mask := self._inputs.get("attention_mask")) is None:
             return
-        pad = -1 if self.pad is None else self.pad
-        masks = [group.get("attention_mask", group["input_ids"].ne(pad)) for group in groups]
-        longest = {int(mask.sum(1).max()) for mask in masks}
+        lengths = mask.sum(1).tolist()
+        longest = {max(lengths[begin * self._each : end * self._each]) for begin, end in groups}
         if len(longest) > 1 and self._criteria.max_length > rope["original_max_position_embeddings"]:
-            raise ConfigError(
-                f"generate: prompts: longrope scales all positions by the longest of a batch, and groups have "
-                f"{min(longest)} to {max(longest)} tokens; take num_microbatches=1, or prompts of one length"
-            )
+            raise ConfigError(f"generate: longrope scales by longest rows, {longest} by group; take num_microbatches=1")
 
     @property
     def _cache(self) -> Any:
         return next((self._inputs[name] for name in CACHES if name in self._inputs), None)
 
     @property
-    def pad(self) -> int | None:
-        """The token behind a text that has ended."""
-        pad = self._config._pad_token_tensor
-        return None if pad is None else int(pad)
+    def ids(self) -> Tensor:
+        """The prompts and the new tokens; most rounds need the newest alone."""
+        if missing := self._length - self._ids.shape[1]:
+            self._ids = torch.cat([self._ids, *self.new[-missing:]], 1)
+        return self._ids
+
+    @property
+    def _length(self) -> int:
+        return self._prompt + len(self.new)
 
     @property
     def newest(self) -> Tensor | None:
         """The tokens that the stage has not seen; None: the prompts."""
-        return None if self._is_first else self.ids[:, -1:]
-
-    def append(self, tokens: Tensor) -> None:
-        """Take the newest token of each sequence, of shape (rows, 1)."""
-        self.new.append(tokens)
-        self.ids = torch.cat([self.ids, tokens], 1)
+        return self.new[-1] if self.new else None
 
     def inputs(self) -> Mapping[str, Any]:
         """Return the model's arguments for the tokens that it has not seen."""
         if self._whole is None or not self._round:
-            told = {"next_sequence_length": None if self._is_first else 1, "is_first_iteration": self._is_first}
+            told = {"next_sequence_length": 1 if self.new else None, "is_first_iteration": not self.new}
             found = {**self.model.prepare_inputs_for_generation(self.ids, **told, **self._inputs), "return_dict": True}
-            if self._is_first:  # some leave out an empty one, as Phi-3 for long prompts
+            if not self.new:  # some leave out an empty one, as Phi-3 for long prompts
                 found |= {name: self._inputs[name] for name in CACHES if name in self._inputs}
-            self._round = {} if self._is_first else found
+            self._round = found if self.new else {}
             return found
-        length = self.ids.shape[1]
+        length = self._length
         begins = {"attention_mask": 0, "position_ids": length - 1}
         grown = {name: whole[..., begins[name] : length] for name, whole in self._whole.items()}
         return {**self._round, **grown, "input_ids": self.newest}
 
     def seen(self) -> None:
         """Note that the model has seen all tokens, also in layers of other stages: masks are made by any layer."""
-        if self._is_first:
+        if not self.new:
             self._begin_rounds()
         elif self._whole is None:
             self._inputs = self.model._update_model_kwargs_for_generation({}, self._inputs)
         for layer in self._elsewhere:
-            missing = self.ids.shape[1] - layer.get_seq_length()
-            stand_in = torch.zeros(1, 1, missing, 1, dtype=torch.uint8, device=self.ids.device)
+            missing = self._length - layer.get_seq_length()
+            stand_in = torch.zeros(1, 1, missing, 1, dtype=torch.uint8, device=self._ids.device)
             layer.update(stand_in, stand_in)
 
     def _begin_rounds(self) -> None:
         """Prepare what all rounds behind the prompts have in common."""
         from transformers import GenerationMixin
 
-        self._is_first, layers, kinds = False, self._cache.layers, dict[Any, Any]()
+        layers, kinds = self._cache.layers, dict[Any, Any]()
         for number in sorted(range(len(layers)), key=lambda number: not layers[number].get_seq_length()):
             layer = layers[number]
             known = kinds.setdefault((type(layer), getattr(layer, "sliding_window", None)), layer)
@@ -177,7 +196,7 @@ class Text:
         )
         names = {name for name, value in self._inputs.items() if isinstance(value, Tensor)}
         whole = usual and names <= {"attention_mask", "position_ids"}
-        added, length = self.most if whole else 1, self.ids.shape[1]
+        added, length = self.most if whole else 1, self._length
         self._inputs = self.model._update_model_kwargs_for_generation({}, self._inputs, num_new_tokens=added)
         if whole:
             self._whole = {name: self._inputs[name] for name in names}
@@ -185,11 +204,13 @@ class Text:
 
     def choose(self, logits: Tensor, seed: int) -> Tensor:
         """Append the next token of each sequence and return them, of shape (rows, 1)."""
-        scores = self._processors(self.ids, logits[:, -1].to(copy=True, dtype=torch.float32))
+        scores = logits[:, -1]
+        if self._processors or self._config.do_sample:  # they may write into it
+            scores = self._processors(self.ids, scores.to(copy=True, dtype=torch.float32))
         tokens = self._drawn(scores.softmax(-1), seed) if self._config.do_sample else scores.argmax(-1)
         if self._ends:
             tokens = torch.where(self._going, tokens, self._config._pad_token_tensor)
-        self.append(tokens[:, None])
+        self.new.append(tokens[:, None])
         self.ended = len(self.new) == self.most
         if self._ends:
             self._going &= ~self._ends(self.ids, None)

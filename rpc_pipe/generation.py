@@ -9,16 +9,19 @@ import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import accumulate, chain
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise, starmap
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from .decoded_text import Text
-from .dependency import ConfigError, F, Order, Part, Spec
+from .dependency import ConfigError, F, Order, Spec
 from .dependency.decoding import Decoding, decoding_part
 from .dependency.order import routes
+from .system.garbage import uncollected
 from .workers.actor import WorkerActor
 from .workers.compute.sequences.slice_check import CACHES
 from .workers.compute.sequences.slices import Slice
@@ -42,60 +45,62 @@ _REFUSED = {
 }
 
 
+@dataclass(eq=False)
 class Decoder:
     """The texts on one worker.
 
     Args:
         placed: the schedule that places the stages.
-        groups: the arguments of each group of sequences.
+        fields: the arguments of all sequences.
+        groups: the same by group.
         options: further arguments of transformers' `generate`.
         seed: of all draws.
         stack: of contexts that last as long.
     """
 
-    def __init__(
-        self,
-        actor: WorkerActor,
-        placed: Spec,
-        groups: Sequence[Mapping[str, Any]],
-        options: Mapping[str, Any],
-        seed: int,
-        on_tokens: OnTokens | None,
-        stack: ExitStack,
-    ) -> None:
-        self._seed, self._on_tokens, self._last = seed, on_tokens, placed.last_stage
-        said: dict[str, logging.LogRecord] = {}  # transformers prepares each text, and would warn for each
+    actor: WorkerActor
+    placed: Spec
+    fields: Mapping[str, Any]
+    groups: Sequence[Mapping[str, Any]]
+    options: Mapping[str, Any]
+    seed: int
+    on_tokens: OnTokens | None
+    stack: ExitStack
+
+    def __post_init__(self) -> None:
+        actor, load, self._last = self.actor, self.actor.backend.load, self.placed.last_stage
+        said: dict[str, logging.LogRecord] = {}  # transformers prepares several texts, and would warn for each
         log = logging.getLogger("transformers.generation.utils")
         log.addFilter(is_new := lambda record: said.setdefault(record.getMessage(), record) is record)
-        stack.callback(log.removeFilter, is_new)
-        ends = [0, *accumulate(len(group["input_ids"]) for group in groups)]
+        self.stack.callback(log.removeFilter, is_new)
+        ends = [0, *accumulate(len(group["input_ids"]) for group in self.groups)]
         #: by stage and group
-        self.texts: dict[tuple[int, int], Text] = {}
+        self._texts: dict[tuple[int, int], Text] = {}
         #: by slice, its `DecodingForward`
         self._forwards: dict[Slice, Any] = {}
-        of = routes(placed, forward_only=True)
-        for stage, route in placed.hosted(actor.worker):
+        of = routes(self.placed, forward_only=True)
+        for stage, route in self.placed.hosted(actor.worker):
             slice: Any = actor.shards[stage, route].slice
             if slice not in self._forwards:
-                self._forwards[slice] = stack.enter_context(slice.decoding().ready())
-            for number, fields in enumerate(groups):
-                if of(number) == route or not self.texts:
-                    rows = range(ends[number], ends[number + 1])
-                    self.texts[stage, number] = Text(slice.module, actor.backend.load(fields), options, rows)
-        #: number of new tokens, which a worker without a group learns by the first one
-        self.most = (text := next(iter(self.texts.values()))).most
-        text.refuse_lengths(groups)
+                self._forwards[slice] = self.stack.enter_context(slice.decoding().ready())
+            self.whole = Text(slice.module, load(self.fields), self.options, range(ends[-1]))
+            for number, rows in enumerate(starmap(range, pairwise(ends))):
+                if of(number) == route:
+                    part = self.whole.part(rows)
+                    part = part or Text(slice.module, load(self.groups[number]), self.options, rows)
+                    self._texts[stage, number] = part
+        self.whole.refuse_lengths(pairwise(ends))
 
     def __call__(self, ctx: ActionContext) -> Payload | None:
         """Run a round of a group on a stage; an empty payload: its texts have ended."""
         (stage, _, index), spec = ctx.task.entry.action, ctx.step.batch.spec
         assert isinstance(spec, Decoding)
-        text, (tokens, found) = self.texts[stage, index % spec.groups], self._arrived(ctx, index - spec.groups)
+        text, (tokens, found) = self._texts[stage, index % spec.groups], self._arrived(ctx, index - spec.groups)
         if tokens is not None:
-            if stage == 0 and self._on_tokens is not None:
-                self._on_tokens(text.rows, tokens)
+            if stage == 0 and self.on_tokens is not None:
+                self.on_tokens(text.rows, tokens)
             if stage < self._last:  # the last one has chosen them
-                text.append(tokens)
+                text.new.append(tokens)
         text.ended |= found is True
         if text.ended or index >= spec.num_microbatches - spec.groups:
             return pack((None, True))
@@ -105,7 +110,7 @@ class Decoder:
             text.seen()
             if stage < self._last:
                 return pack((tokens, output))
-            tokens = text.choose(output.logits, self._seed)
+            tokens = text.choose(output, self.seed)
             return pack((tokens, True) if text.ended else (tokens,))
 
     def _arrived(self, ctx: ActionContext, before: int) -> tuple[Tensor | None, Tree]:
@@ -116,11 +121,34 @@ class Decoder:
         tokens, *rest = (None,) if payload is None else unpack(payload)
         return tokens, rest[0] if rest else None
 
-    def chosen(self, since: int) -> list[Tree]:
-        """Return (group, tokens since a number of rounds, whether it has ended, padding) of texts that end here."""
-        own = [(group, text) for (stage, group), text in self.texts.items() if stage == self._last]
-        own = [(group, text) for group, text in own if len(text.new) > since]
-        return [(group, torch.cat(text.new[since:], 1), text.ended, text.pad) for group, text in own]
+    def decoded(self, order: Order, call: Call, data: StepData, stops: bool) -> Tensor | None:
+        """Return prompts with new tokens, and padding behind groups that end early.
+
+        Args:
+            stops: whether to stop if the user asks to, before all texts have ended; then return None.
+        """
+        actor, last, groups = self.actor, self._last, range(len(self.groups))
+        new, ended, done, whole = [list[Tensor]() for _ in groups], [False for _ in groups], 0, self.whole
+        texts = {group: text for (stage, group), text in self._texts.items() if stage == last}
+        while not all(ended):
+            rounds = min(_ROUNDS, max(1, whole.most - done))
+            part = decoding_part(self.placed, actor.worker, len(groups), rounds)
+            with uncollected():
+                result = actor.run(StepInput(part, order, call, data, train=False))
+            fresh = {group: text.new[done:] for group, text in texts.items()}
+            chosen = {group: (torch.cat(each, 1), texts[group].ended) for group, each in fresh.items() if each}
+            senders = sorted({part.spec.worker(F(last, group)) for group in groups})
+            found = actor.hand("new tokens", chosen, senders, actor.carrier.workers)
+            for group, (tokens, ended[group]) in chain.from_iterable(each.items() for each in found or []):
+                new[group].append(tokens)
+            done += rounds
+            stop = stops and result.stop
+            if actor.members is not None:  # each plane learns of a request by itself
+                stop = any(actor.members.exchange(stop))
+            if stop and not all(ended):
+                return None
+        rows = [row for tokens in new for row in torch.cat(tokens, 1)]
+        return torch.cat([whole.ids.cpu(), pad_sequence(rows, True, whole.pad).cpu()], 1)
 
 
 def generate(
@@ -151,84 +179,25 @@ def generate(
     _refuse(session, fields, options, on_tokens)
     cut = session.cut(fields, pair=session.partition.only_inputs, whole=True)
     if session.recovery is not None:
-        raise ConfigError(
-            "generate: elastic: one process has a worker's keys and values, to the end; leave elastic out"
-        )
+        raise ConfigError("generate: elastic: keys and values stay with one process, to the end; leave elastic out")
     _settle(options, max_new_tokens)
     seed = session.seed if seed is None else seed
     order: Order = "ready" if session.is_alone else "fixed"
 
     def generated(actor: WorkerActor) -> Tensor | None:
-        placed, groups = session.spec.unsliced(), [kwargs for _, kwargs in cut.inputs]
+        groups, tells = [kwargs for _, kwargs in cut.inputs], on_tokens if session.is_first else None
         with ExitStack() as stack:
-            decoder = Decoder(actor, placed, groups, options, seed, on_tokens if session.is_first else None, stack)
-            rounds = _Rounds(placed, actor, groups, decoder.most)
-            told = {"seed": seed, **options, "max_new_tokens": decoder.most}  # objects have other names elsewhere
+            decoder = Decoder(actor, session.spec.unsliced(), fields, groups, options, seed, tells, stack)
+            told = {"seed": seed, **options, "max_new_tokens": decoder.whole.most}  # objects have other names elsewhere
             name = "generate " + " ".join(f"{n}={v}" for n, v in told.items() if isinstance(v, (int, float, str)))
-            data = StepData(cut.inputs, None, cut.shares, cut.rows, decode=decoder)
-            while not all(rounds.ended):
-                call = Call(actor.worker, name, session.described, *cut.described)
-                result = actor.run(StepInput(rounds.part, order, call, data, train=False))
-                rounds.take(decoder)
-                stop = stops and result.stop
-                if actor.members is not None:  # each plane learns of a request by itself
-                    stop = any(actor.members.exchange(stop))
-                if stop and not all(rounds.ended):
-                    return None
-            return rounds.joined()
+            call = Call(actor.worker, name, session.described, *cut.described)
+            return decoder.decoded(order, call, StepData(cut.inputs, None, cut.shares, cut.rows, decode=decoder), stops)
 
     found = session.each(generated)[0]
     cut.finished()
     if found is None:
         raise KeyboardInterrupt("generate: the user asked to stop before all texts had ended")
     return found
-
-
-class _Rounds:
-    """The new tokens of all texts, which all workers have after some rounds.
-
-    Args:
-        placed: the schedule that places the stages.
-        groups: the arguments of each group of sequences.
-    """
-
-    def __init__(self, placed: Spec, actor: WorkerActor, groups: list[dict[str, Any]], most: int) -> None:
-        self.groups, self._placed, self._actor, self._left, self._done = groups, placed, actor, most, 0
-        self.ended = [False] * len(groups)
-        self._new: list[list[Tensor]] = [[] for _ in groups]
-        self._pad: int | None = None
-
-    @property
-    def part(self) -> Part:
-        """The worker's part of the next rounds."""
-        rounds = min(_ROUNDS, max(1, self._left))
-        return decoding_part(self._placed, self._actor.worker, len(self.groups), rounds)
-
-    @property
-    def spec(self) -> Decoding:
-        """The relation of the next rounds."""
-        spec = self.part.spec
-        assert isinstance(spec, Decoding)
-        return spec
-
-    def take(self, decoder: Decoder) -> None:
-        """Take the tokens of the rounds that have been run from the workers of the last stage."""
-        spec, workers = self.spec, self._actor.carrier.workers
-        senders = {spec.worker(F(spec.last_stage, group)) for group in range(spec.groups)}
-        found = self._actor.hand("new tokens", decoder.chosen(self._done), sorted(senders), workers)
-        for group, tokens, self.ended[group], self._pad in chain.from_iterable(found or []):
-            self._new[group].append(tokens)
-        rounds = spec.num_microbatches // spec.groups - 1
-        self._done, self._left = self._done + rounds, self._left - rounds
-
-    def joined(self) -> Tensor:
-        """Return prompts with new tokens, and padding behind groups that have ended early."""
-        new = [torch.cat(tokens, 1) for tokens in self._new]
-        longest = max(tokens.shape[1] for tokens in new)
-        pad = nn.functional.pad
-        joined = torch.cat([pad(tokens, (0, longest - tokens.shape[1]), value=self._pad or 0) for tokens in new])
-        prompts = torch.cat([group["input_ids"].cpu() for group in self.groups])
-        return torch.cat([prompts.repeat_interleave(len(joined) // len(prompts), 0), joined.cpu()], 1)
 
 
 def _settle(options: dict[str, Any], most: int | None) -> None:
@@ -252,11 +221,8 @@ def _settle(options: dict[str, Any], most: int | None) -> None:
         criteria = StopStringCriteria(tokenizer, strings)
         options["stopping_criteria"] = [*options.get("stopping_criteria", ()), criteria]
         settings["stop_strings"] = None
-    if hasattr(config, "update"):  # transformers warns of settings beside it
-        config.update(**settings)
-        options["generation_config"] = config
-    else:
-        options |= settings
+    getattr(config, "update", options.update)(**settings)  # transformers warns of settings beside a configuration
+    options["generation_config"] = config
 
 
 def _refuse(session: Session, fields: Mapping[str, Any], options: Mapping[str, Any], on_tokens: object) -> None:

@@ -40,8 +40,7 @@ def main() -> None:
         ids = pad_sequence(part, True, pad, "left")
         mask = pad_sequence([torch.ones_like(row) for row in part], True, 0, "left")
         shown = _Shown(partial(_behind, tokenizer, tokens[first]), ends, prompts[first])
-        inputs = {"input_ids": ids, "attention_mask": mask}
-        found = pipe.generate(inputs, typed.get("max_new_tokens", 64), on_tokens=shown, **how)
+        found = pipe.generate(ids, typed.get("max_new_tokens", 64), attention_mask=mask, on_tokens=shown, **how)
         new += [_until(row[ids.shape[1] :].tolist(), ends) for row in found]
         texts += [_behind(tokenizer, tokens[n], new[n]) for n in range(first, len(new))]
         if pipe.worker == 0:

@@ -251,6 +251,34 @@ def test_the_models_own_settings_hold_and_its_own_decoding_is_refused():
         Pipeline(other, num_microbatches=3, num_workers=2).generate(INPUTS, 2)
 
 
+class Upside(transformers.LlamaForCausalLM):
+    """Turns its logits around in place."""
+
+    def forward(self, *arguments, **options):
+        output = super().forward(*arguments, **options)
+        output.logits.neg_()
+        return output
+
+
+@pytest.mark.parametrize("of", ["model", "head", "hook"])
+def test_logits_may_be_more_than_the_result_of_the_head(of):
+    """A stage ends with its head where the result of that has been the logits before; here it has not."""
+
+    def made():
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(**SIZES, pad_token_id=0, eos_token_id=None)
+        whole = (Upside if of == "model" else transformers.LlamaForCausalLM)(config).eval()
+        if of == "head":
+            whole.lm_head.register_forward_hook(lambda module, given, output: -output)
+        if of == "hook":
+            whole.register_forward_hook(lambda module, given, output: (output.logits.neg_(), None)[1])
+        return whole
+
+    want = made().generate(**INPUTS, max_new_tokens=5, do_sample=False)
+    pipe = Pipeline(made(), num_microbatches=3, num_workers=2)
+    assert torch.equal(pipe.generate(INPUTS, 5, do_sample=False), want)
+
+
 def test_training_does_not_notice_texts_between_its_steps():
     """Dropout is off in texts alone, and draws of texts move no generator of the training's."""
 

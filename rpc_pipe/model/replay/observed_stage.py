@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -23,14 +23,11 @@ from ..assign.assignment import Owners
 from ..observe.frames import name_of
 from ..observe.observe_forward import observe_forward
 from ..observe.placeholder import Placeholder
-from ..observe.skeleton import COMPILED, Skeleton
+from ..observe.skeleton import COMPILED, Skeleton, wrap
 from ..observe.trees import tensors
 from .script_family import ScriptFamily, sized_form
 from .scripted_forward import ScriptedForward
 from .stage_script import Departed, Diverged, Script
-
-#: placeholders that a stage keeps: rounds of all groups have few forms, prompts one each
-_MOST_KEPT = 64
 
 
 class DecodingForward:
@@ -45,28 +42,30 @@ class DecodingForward:
         self._skeleton, self._calls, self._is_last = skeleton, calls, is_last
         self._arrived: Tree = None
         self._next = 0
-        #: placeholders by form: fake tensors take 0.15 ms to make, and a millisecond to compute with
+        #: the result of the head, and its version; whether the next one is the model's logits
+        self._made: tuple[Any, int] = None, 0
+        self._ends_by_head = False
+        #: placeholders by form, of which there are few: fake tensors take 0.15 ms to make, and a millisecond to use
         self._kept: dict[tuple[Any, ...], Tensor] = {}
 
     @contextmanager
     def ready(self) -> Iterator[DecodingForward]:
         """Return a context for `run`: blocks report, and embeddings of other stages return placeholders at once."""
+        whole: Any = self._skeleton.module
         embeddings = [
             module
-            for module in self._skeleton.module.modules()
+            for module in whole.modules()
             if isinstance(module, nn.Embedding)
             and isinstance(module.weight, Placeholder)
             and "forward" not in vars(module)
             and len(signature(type(module).forward).parameters) == 2  # OPT's positions are no function of tokens
         ]
-        with self._skeleton.reporting(None):
+        with self._skeleton.reporting(None), ExitStack() as undo:
             for module in embeddings:
-                vars(module)["forward"] = partial(self._embedded, module.weight)
-            try:
-                yield self
-            finally:
-                for module in embeddings:
-                    del vars(module)["forward"]
+                undo.callback(wrap(module, partial(self._embedded, module.weight)))
+            if self._is_last and (head := whole.get_output_embeddings()) is not None:
+                undo.callback(wrap(head, self._headed))
+            yield self
 
     def run(self, arrived: Tree, inputs: Mapping[str, Any]) -> Any:
         """Return the result of the stage's last block, or on the last stage the model's output.
@@ -79,16 +78,27 @@ class DecodingForward:
         """
         self._arrived, self._next, self._skeleton.run = arrived, 0, self
         try:
-            output = self._skeleton.module(**inputs)
+            found = self._skeleton.module(**inputs).logits
+            self._ends_by_head = found is self._made[0] and found._version == self._made[1]
         except _StageEnds as ended:
-            output = ended.args[0]
+            found = ended.args[0]
         finally:
-            self._skeleton.run = None
-        found = output.logits if self._is_last else output
+            self._skeleton.run, self._made = None, (None, 0)
         if self._next < self._calls.stop or any(isinstance(tensor, Placeholder) for tensor in tensors(found)):
             why = "a stage needs more of the stage before than the result of one block"
             raise ModelError(f"generate: {why}; cut between whole layers, by blocks= or fewer stages")
-        return output
+        return found
+
+    def _headed(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the head, and leave a model at once whose logits in the round before were the very result of its head."""
+        ends, self._ends_by_head = self._ends_by_head, False  # its forward, within its hooks, comes here, too
+        found = forward(*args, **kwargs)
+        if ends:
+            self._ends_by_head = True
+            raise _StageEnds(found)
+        may_end = isinstance(found, Tensor) and not (found.is_inference() or self._skeleton.module._forward_hooks)
+        self._made = (found, found._version) if may_end else (None, 0)
+        return found
 
     def block(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block of this stage; return at once from any other."""
@@ -109,15 +119,13 @@ class DecodingForward:
     def _like(self, tensor: Tensor) -> Tensor:
         return self._of(tuple(tensor.shape), tensor.dtype, tensor.device)
 
-    def _embedded(self, weight: Tensor, tokens: Tensor) -> Tensor:
+    def _embedded(self, weight: Tensor, forward: Callable[..., Any], tokens: Tensor) -> Tensor:
         return self._of((*tokens.shape, weight.shape[1]), weight.dtype, weight.device)
 
     def _of(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a placeholder of a contiguous tensor."""
         if (found := self._kept.get((shape, dtype, device))) is None:
             made = torch.empty(shape, dtype=dtype, device="meta")
-            if len(self._kept) == _MOST_KEPT:
-                self._kept.clear()
             found = self._kept[shape, dtype, device] = self._skeleton.placeholders.like(made, device)
         return found
 
