@@ -111,7 +111,7 @@ class Kind(metaclass=_Rows):
                 cls(**row)
 
     def __call__(self, stage: int, index: int) -> Action:
-        return Action(stage, self, index)
+        return tuple.__new__(Action, (stage, self, index))  # several times as fast as the named tuple's constructor
 
     def __repr__(self) -> str:
         return self.letter

@@ -138,7 +138,7 @@ class Replicated(Transformation):
             (number, route), routes = split_route(action.index, self.num_routes), self._replicas[0].num_routes
             replica, route = split_route(route, routes)
             index = join_route(number, route, routes)
-        return replica, self._replicas[replica], action._replace(index=index)
+        return replica, self._replicas[replica], action.kind(action.stage, index)
 
     def _outer(self, replica: int, actions: Iterable[Action]) -> Iterator[Action]:
         """Yield a replica's actions as the whole counts them.
@@ -152,10 +152,10 @@ class Replicated(Transformation):
                 step, index = split_step(action.index, own)
                 microbatch, number = split_slice(index, slices)
                 index = join_slice(join_replica(microbatch, replica, replicas), number, slices)
-                yield action._replace(index=join_step(step, index - replicas * slices * (index >= count), count))
+                yield action.kind(action.stage, join_step(step, index - replicas * slices * (index >= count), count))
             else:
                 number, route = split_route(action.index, routes)
-                yield action._replace(index=join_route(number, join_route(replica, route, routes), self.num_routes))
+                yield action.kind(action.stage, join_route(number, join_route(replica, route, routes), self.num_routes))
 
     def route(self, microbatch: int) -> int:
         replica, own, inner = self._inner(F(0, microbatch))

@@ -88,7 +88,7 @@ class Sliced(Transformation):
     def after(self, action: Action) -> Iterable[Action]:
         k, step = len(self.parallelism.slices), -1 if action.kind is F else 1
         goes_on = action.kind.per_microbatch and 0 <= slice_in(action.index, k) + step < k
-        before = [action._replace(index=action.index + step)] if goes_on else []
+        before = [action.kind(action.stage, action.index + step)] if goes_on else []
         return [*dict.fromkeys([*before, *self._said_after(action)])]
 
     def _said_after(self, action: Action) -> Iterator[Action]:
@@ -144,20 +144,20 @@ class Sliced(Transformation):
         k, index = len(self.parallelism.slices), action.index
         if not action.kind.per_microbatch:
             late = self.update_every == "microbatch"
-            return action._replace(index=join_slice(index, k - 1, k) + self._shift) if late else action
+            return action.kind(action.stage, join_slice(index, k - 1, k) + self._shift) if late else action
         if action.kind is F or not self._shift:
             return action
-        return action._replace(index=self._reversed(index) + self._shift)
+        return action.kind(action.stage, self._reversed(index) + self._shift)
 
     def _slice(self, unit: Action) -> Action | None:
         """Return the slice's action that has this unit, or the last update up to it; None: there is none."""
         k, turn = len(self.parallelism.slices), unit.index - (0 if unit.kind is F else self._shift)
         if not unit.kind.per_microbatch:
             index = split_slice(turn - k + 1, k)[0] if self.update_every == "microbatch" else unit.index
-            return unit._replace(index=index) if index >= 0 else None
+            return unit.kind(unit.stage, index) if index >= 0 else None
         if turn < 0 or (turn >= self.num_microbatches and self.synchronous):
             return None
-        return unit if unit.kind is F or not self._shift else unit._replace(index=self._reversed(turn))
+        return unit if unit.kind is F or not self._shift else unit.kind(unit.stage, self._reversed(turn))
 
     def _reversed(self, index: int) -> int:
         """Swap a slice with the one that is as far from the end of its microbatch as it is from the beginning."""

@@ -182,5 +182,5 @@ transformed: Callable[..., type[Spec]] = cache(_transformed)
 
 def overrides(schedule: type[Spec], name: str) -> bool:
     """Return whether a schedule overrides a method, transformed or not: whether it has slots, for example."""
-    own = (vars(cls) for cls in schedule.__mro__ if not issubclass(cls, Transformation))
-    return next(held[name] for held in own if name in held) is not getattr(Spec, name)
+    having = (cls for cls in schedule.__mro__ if name in vars(cls))
+    return next(vars(cls)[name] for cls in having if not issubclass(cls, Transformation)) is not getattr(Spec, name)
