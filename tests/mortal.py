@@ -156,7 +156,7 @@ pipe = Pipeline(
         accumulate=ACCUMULATE,
         deferred_batch_norm=MODEL == "deferred",
     ),
-    num_microbatches=8,
+    num_microbatches=4,
     stall_s=60,
 )
 pipe.listen(lambda worker: Mortal())

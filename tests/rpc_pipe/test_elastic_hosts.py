@@ -255,7 +255,7 @@ def test_a_host_dies_and_another_joins_in_its_place(tmp_path):
     for folder in (tmp_path / "whole", tmp_path / "again"):
         folder.mkdir()
         typed = [MORTAL, "--workers", 4, "--replicas", 2, "--transport", "zmq", "--elastic"]
-        script = ["--", folder, "step", 50, 2]
+        script = ["--", folder, "step", 30, 2]
         if folder.name == "whole":
             assert rpc_pipe("run", *typed, *script, **env).returncode == 0
         else:
