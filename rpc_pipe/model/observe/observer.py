@@ -114,7 +114,7 @@ class Observer(TorchFunctionMode):
         if in_transform():  # tensors are wrapped there; every stage runs it, on tensors that depend on fields alone
             self._transforms.add(len(self.events))
             return func(*args, **kwargs)
-        event = self._begin(func=func, where=caller(), in_function=in_function())
+        event = self._begin(func=func, where=caller(), in_function=in_function(self._skeleton.codes))
         for tensor in tensors((args, kwargs)):
             self.read(event, tensor)
         self.current = event

@@ -86,6 +86,8 @@ class Skeleton:
         self.mark = nn.Identity()
         self.marked = False
         self._names[id(self.mark)] = MARK
+        #: the codes that have run in observations, for `in_function`
+        self.codes: dict[Any, bool] = {}
         #: containers that the loss function refers to, by name
         self.watched: dict[str, Any] = {}
         #: the running forward; None: blocks run by themselves
