@@ -102,11 +102,11 @@ def test_watchers_that_are_killed_or_stopped_change_nothing():
         expected = json.loads(alone.communicate(timeout=120)[0])
     with training(*arguments) as (run, _):
         name, stopped = f"run-{run.pid}", start("watch", f"run-{run.pid}")
-        time.sleep(0.5)
+        time.sleep(0.2)
         stopped.send_signal(signal.SIGSTOP)
         for i in range(2):
             watcher = start("watch", name)
-            time.sleep(0.1 + 0.2 * i)
+            time.sleep(0.1 + 0.1 * i)
             watcher.kill()
             watcher.communicate()
         out, _ = run.communicate(timeout=120)
