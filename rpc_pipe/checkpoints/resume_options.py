@@ -25,8 +25,6 @@ def try_checkpoints(every: int | None, folder: str, keep: int | None, resume: st
         raise ConfigError(f"--checkpoint-keep {keep}: without --checkpoint-every none is written")
     if resume not in (None, "auto") and folders.newest(Path(str(resume))) is None:
         raise ConfigError(f"--resume {resume}: holds no complete checkpoint; auto starts at step 1 if there is none")
-    if not folder:
-        raise ConfigError("--checkpoint-folder: must name a folder")
     if every is not None:
         with refused(ConfigError, f"--checkpoint-folder {folder}: cannot be written"):
             Path(folder).mkdir(parents=True, exist_ok=True)

@@ -205,8 +205,6 @@ class Shapes:
         self._cut: _Cut | None = None
         self.leaving: set[int] = set()
         least, most = bounds
-        if session.spec.parallelism.zero:
-            raise ConfigError(f"zero=1: divides states by replicas; with --elastic {least}:{most} leave it out")
         self._shapes = shapes(session.spec, least, most, len(session.partition.block_names))
         self._last = _StepTimes()
         self._actor.listeners.add(self._last)

@@ -49,8 +49,6 @@ def from_json_value(kind: Any, value: Any, name: str = "", unit: float = 1) -> A
         ArithmeticError, AttributeError, LookupError, TypeError, ValueError: it has another type, or lacks a field.
     """
     if is_dataclass(kind):
-        if type(value) is kind:  # has been read already
-            return value
         names = {_name(each): each for each in fields(kind)}
         _refuse_no_object(name, value)
         if name and (unknown := value.keys() - names.keys()):

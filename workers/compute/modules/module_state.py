@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 from weakref import ref
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +25,8 @@ LOOKS = 2
 INSIDE = "[]"
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _BOXES = frozenset((list, dict, OrderedDict, set, deque))
+#: generators of random numbers besides Python's
+_GENERATORS: tuple[Any, ...] = (torch.Generator, numpy.random.Generator, numpy.random.RandomState)
 _ABSENT = object()
 
 #: (module, attribute or buffer)
@@ -229,12 +231,6 @@ def _is_written(tensor: Tensor, copy: Tensor, version: int) -> bool:
     return not (tensor._version == version and tensor.layout is torch.strided and torch.equal(tensor, copy))
 
 
-def _generators() -> tuple[Any, ...]:
-    """Return the types of generators with the same functions to get and set their state."""
-    numpy = sys.modules.get("numpy")
-    return (torch.Generator, *((numpy.random.Generator, numpy.random.RandomState) if numpy else ()))
-
-
 def contents(value: Any) -> Any:
     """Return a copy of the contents, or a generator's state; None if there are none, or none known."""
     if isinstance(value, _PLAIN):
@@ -243,7 +239,7 @@ def contents(value: Any) -> Any:
         return value.copy()
     if isinstance(value, random.Random):
         return value.getstate()
-    if isinstance(value, _generators()):
+    if isinstance(value, _GENERATORS):
         return value.bit_generator.state if hasattr(value, "bit_generator") else value.get_state()
     return None
 

@@ -11,12 +11,12 @@ import ctypes
 import hashlib
 import random
 import struct
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -115,8 +115,7 @@ def seed_process(seed: int) -> None:
 
 def _seed_others(seed: int) -> None:
     random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed % 2**32)
+    numpy.random.seed(seed % 2**32)
 
 
 @contextmanager
@@ -147,14 +146,11 @@ def _generators(device: torch.device) -> list[torch.Generator]:
 
 
 def _numpy_state() -> tuple[int, int] | None:
-    """Return address and size of the state of numpy's global generator; None if numpy is not loaded.
+    """Return address and size of the state of numpy's global generator; None if it is of another kind.
 
     To get and set it by numpy's functions takes 90 us, as much as all else around a run.
     """
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    bits = numpy.random.mtrand._rand._bit_generator
+    bits: Any = numpy.random.mtrand._rand._bit_generator
     return (bits.ctypes.state_address, 4 * 625) if type(bits).__name__ == "MT19937" else None
 
 
@@ -216,6 +212,6 @@ class PythonDraws:
 
 def python_state() -> tuple[Any, ...]:
     """Return the states of the generators that are not torch's, to compare."""
-    numpy = sys.modules.get("numpy")
-    _, key, *rest = numpy.random.get_state() if numpy else (None, None)
-    return random.getstate(), key is not None and key.tobytes(), rest
+    of_numpy: Any = numpy.random.get_state()
+    _, key, *rest = of_numpy
+    return random.getstate(), key.tobytes(), rest
