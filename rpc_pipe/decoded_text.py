@@ -149,11 +149,6 @@ class Text:
     def _length(self) -> int:
         return self._prompt + len(self.new)
 
-    @property
-    def newest(self) -> Tensor | None:
-        """The tokens that the stage has not seen; None: the prompts."""
-        return self.new[-1] if self.new else None
-
     def inputs(self) -> Mapping[str, Any]:
         """Return the model's arguments for the tokens that it has not seen."""
         if self._whole is None or not self._round:
@@ -166,7 +161,7 @@ class Text:
         length = self._length
         begins = {"attention_mask": 0, "position_ids": length - 1}
         grown = {name: whole[..., begins[name] : length] for name, whole in self._whole.items()}
-        return {**self._round, **grown, "input_ids": self.newest}
+        return {**self._round, **grown, "input_ids": self.new[-1]}
 
     def seen(self) -> None:
         """Note that the model has seen all tokens, also in layers of other stages: masks are made by any layer."""

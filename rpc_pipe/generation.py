@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 OnTokens = Callable[[range, Tensor], None]
 #: rounds of tokens until all workers look again whether all texts have ended
 _ROUNDS = 64
+#: of a payload with tokens alone, as of most rounds
+_CHOSEN = pack((torch.empty(0, device="cpu"),)).skeleton
 _REFUSED = {
     "streamer": "tokens come in groups of rows; pass on_tokens=lambda rows, tokens: streamer.put(tokens[:, 0].cpu())",
     "assistant_model": "assisted decoding needs a second model on one process; leave it out",
@@ -86,9 +88,8 @@ class Decoder:
             self.whole = Text(slice.module, load(self.fields), self.options, range(ends[-1]))
             for number, rows in enumerate(starmap(range, pairwise(ends))):
                 if of(number) == route:
-                    part = self.whole.part(rows)
-                    part = part or Text(slice.module, load(self.groups[number]), self.options, rows)
-                    self._texts[stage, number] = part
+                    text = self.whole.part(rows) or Text(slice.module, load(self.groups[number]), self.options, rows)
+                    self._texts[stage, number] = text
         self.whole.refuse_lengths(pairwise(ends))
 
     def __call__(self, ctx: ActionContext) -> Payload | None:
@@ -105,20 +106,20 @@ class Decoder:
         if text.ended or index >= spec.num_microbatches - spec.groups:
             return pack((None, True))
         with ctx.task.shard.randomness.lock:
-            tokens = text.newest
+            tokens = text.new[-1] if text.new else None
             output = self._forwards[ctx.task.shard.slice].run(found, text.inputs())
             text.seen()
             if stage < self._last:
                 return pack((tokens, output))
             tokens = text.choose(output, self.seed)
-            return pack((tokens, True) if text.ended else (tokens,))
+            return pack((tokens, True)) if text.ended else Payload([tokens], _CHOSEN)
 
     def _arrived(self, ctx: ActionContext, before: int) -> tuple[Tensor | None, Tree]:
         """Return the newest tokens, and the result of the stage before; True: the texts have ended."""
         payload = ctx.source()
         if payload is None and (chosen := ctx.step.payloads.pop(F(self._last, before), None)) is not None:
             payload = chosen if ctx.worker.backend.in_step else ctx.worker.backend.ready(chosen)
-        tokens, *rest = (None,) if payload is None else unpack(payload)
+        tokens, *rest = (None,) if payload is None else unpack(payload, lambda tensor, _: tensor)
         return tokens, rest[0] if rest else None
 
     def decoded(self, order: Order, call: Call, data: StepData, stops: bool) -> Tensor | None:

@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +30,13 @@ from .scripted_forward import ScriptedForward
 from .stage_script import Departed, Diverged, Script
 
 
+class _LayerList(nn.ModuleList):
+    """A list whose slices are lists: transformers takes one in each forward, and a module takes a while to make."""
+
+    def __getitem__(self, at: Any) -> Any:
+        return list(self._modules.values())[at]
+
+
 class DecodingForward:
     """The forwards over a stage's blocks in one generation. While one runs, it is the skeleton's `run`.
 
@@ -45,24 +52,26 @@ class DecodingForward:
         #: the result of the head, and its version; whether the next one is the model's logits
         self._made: tuple[Any, int] = None, 0
         self._ends_by_head = False
-        #: placeholders by form, of which there are few: fake tensors take 0.15 ms to make, and a millisecond to use
-        self._kept: dict[tuple[Any, ...], Tensor] = {}
+        #: there are few forms: fake tensors take 0.15 ms to make, and a millisecond to compute with
+        self._of = cache(self._placeholder)
 
     @contextmanager
     def ready(self) -> Iterator[DecodingForward]:
         """Return a context for `run`: blocks report, and embeddings of other stages return placeholders at once."""
         whole: Any = self._skeleton.module
-        embeddings = [
-            module
-            for module in whole.modules()
-            if isinstance(module, nn.Embedding)
-            and isinstance(module.weight, Placeholder)
-            and "forward" not in vars(module)
-            and len(signature(type(module).forward).parameters) == 2  # OPT's positions are no function of tokens
-        ]
         with self._skeleton.reporting(None), ExitStack() as undo:
-            for module in embeddings:
-                undo.callback(wrap(module, partial(self._embedded, module.weight)))
+            for module in whole.modules():
+                if type(module) is nn.ModuleList:
+                    module.__class__ = _LayerList
+                    undo.callback(setattr, module, "__class__", nn.ModuleList)
+                elif (
+                    isinstance(module, nn.Embedding)
+                    and isinstance(module.weight, Placeholder)
+                    and "forward" not in vars(module)
+                    and len(signature(type(module).forward).parameters)
+                    == 2  # OPT's positions are no function of tokens
+                ):
+                    undo.callback(wrap(module, partial(self._embedded, module.weight)))
             if self._is_last and (head := whole.get_output_embeddings()) is not None:
                 undo.callback(wrap(head, self._headed))
             yield self
@@ -122,12 +131,9 @@ class DecodingForward:
     def _embedded(self, weight: Tensor, forward: Callable[..., Any], tokens: Tensor) -> Tensor:
         return self._of((*tokens.shape, weight.shape[1]), weight.dtype, weight.device)
 
-    def _of(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _placeholder(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a placeholder of a contiguous tensor."""
-        if (found := self._kept.get((shape, dtype, device))) is None:
-            made = torch.empty(shape, dtype=dtype, device="meta")
-            found = self._kept[shape, dtype, device] = self._skeleton.placeholders.like(made, device)
-        return found
+        return self._skeleton.placeholders.like(torch.empty(shape, dtype=dtype, device="meta"), device)
 
 
 class _StageEnds(BaseException):
