@@ -11,6 +11,7 @@ from in_turn import assert_same, floats, in_turn, stages_of, uncut
 from refusals import refused
 from test_whole import SGD, made, plain
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from rpc_pipe import Training
@@ -386,3 +387,33 @@ def test_a_forward_that_is_run_again_has_written_its_weights_once(how):
         alone, [pieces] * 2, parameters=[p for p in alone.parameters() if p.requires_grad]
     )
     assert all(torch.equal(tensor, alone.state_dict()[name]) for name, tensor in pipe.weights.state_dict().items())
+
+
+class Biased(Listed):
+    """FlexAttention whose scores get a bias that the first stage has, in a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(floats(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            q = layer(x).view(-1, 4, 2, 4).transpose(1, 2)
+            x = x + flex_attention(q, q, q, lambda score, b, h, i, j: score * self.bias[j]).transpose(1, 2).flatten(2)
+        return x
+
+
+class Chooses(Listed):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_attention_by_a_function_is_followed_through_stages(monkeypatch):
+    """Told was that "there was no rule registered for HigherOrderOperator flex_attention"."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    model, x = made(Biased).requires_grad_(False), floats(4, 4, 8)
+    with Pipeline(model, lambda output, x: output.sum(), num_workers=3, num_microbatches=2) as pipe:
+        assert torch.equal(pipe.predict(x), torch.cat([model(x[:2]), model(x[2:])]))
+    with refused("model"):
+        Pipeline(made(Chooses), nn.MSELoss(), num_microbatches=2, num_workers=2, example=(x[0], x[0]))

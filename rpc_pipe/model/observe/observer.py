@@ -350,12 +350,21 @@ class Observer(TorchFunctionMode):
 class _OperatorObserver(OperatorMode):
     """A dispatch mode that sees every operator, also inside blocks."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, observer: Observer, factory: PlaceholderFactory) -> None:
         super().__init__()
         self._observer, self._placeholders = observer, factory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "higher_order":
+            if func.name() != "flex_attention":
+                what = f"model: {func.name()} of torch calls functions, which are not followed through stages"
+                raise ModelError(f"{what}: leave it out, or give a list of layers")
+            dense = next(made for key, made in func.py_kernels.items() if key.name == "CompositeExplicitAutograd")
+            with self:  # its functions may read weights, so their operators are seen, too
+                return dense(*args, **kwargs)
         if func.namespace == "prim":
             return func(*args, **kwargs)
         observer, given = self._observer, tensors((args, kwargs))
