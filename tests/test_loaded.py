@@ -27,7 +27,7 @@ OF_ELASTIC_JOBS = {
 }
 #: without the compiler of torch, which each optimizer loads, in more than a second
 SCRIPT = """
-import sys, types
+import sys, types, zmq, beside
 sys.modules["torch._dynamo"] = types.SimpleNamespace(disable=lambda call, *_, **__: call, graph_break=lambda: None)
 import torch
 from torch import nn
@@ -37,6 +37,8 @@ pipe = Pipeline(layers, nn.functional.cross_entropy, training=Training(torch.opt
 pipe.step((torch.randn(16, 8), torch.randint(3, (16,))))
 open(sys.argv[1] + str(pipe.worker), "w").write(" ".join(name for name in sys.modules if name.startswith("rpc_pipe")))
 """
+#: modules of these names in the current folder
+STRANGERS = "zmq", "rpc_pipe", "numpy"
 
 
 @functools.cache
@@ -56,13 +58,20 @@ def code_lines(path):
 
 @pytest.mark.parametrize("how", MOST_LINES)
 def test_a_training_run_loads_the_core_alone(how, tmp_path):
-    script = tmp_path / "train.py"
+    """And nothing from the current folder, which `python -m` puts first: a `zmq.py` in a shared one ran as the user."""
+    script = tmp_path / "own" / "train.py"
+    script.parent.mkdir()
     script.write_text(SCRIPT)
+    script.with_name("beside.py").touch()
+    for name in STRANGERS:
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a stranger ran as you')")
     alone = [sys.executable, script, tmp_path / "loaded-"]
     job = [Path(sys.executable).with_name("rpc-pipe"), "run", script, "--workers", "2", "--", tmp_path / "loaded-"]
     subprocess.run(
-        alone if how == "alone" else job, check=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+        alone if how == "alone" else job,
+        check=True, timeout=120, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert len(list(tmp_path.glob("loaded-*"))) == (1 if how == "alone" else 2)
     loaded = [name for name in (tmp_path / "loaded-0").read_text().split() if name in FILES]
     assert [name for name in loaded if folder(name) in BESIDES and FILES[name].name != "__init__.py"] == []
     assert not {"rpc_pipe.planning.simulator", *OF_ELASTIC_JOBS} & {*loaded}

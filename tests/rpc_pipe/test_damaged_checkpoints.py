@@ -134,10 +134,15 @@ def followed(folder, resume=None, steps=5):
     return told, weights
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The weights of a job that nothing happens to."""
+    return followed(tmp_path_factory.mktemp("undisturbed"))[1]
+
+
 @pytest.mark.parametrize("damage", [cut_off, flipped, one_bit, another_step, no_part, no_manifest])
-def test_a_restart_goes_on_from_an_older_checkpoint_where_the_newest_is_damaged(tmp_path, damage):
+def test_a_restart_goes_on_from_an_older_checkpoint_where_the_newest_is_damaged(tmp_path, damage, undisturbed):
     """It ended with exit code 2, or went on from an older one without a word where the manifest was gone."""
-    _, undisturbed = followed(tmp_path / "other")
     followed(tmp_path, steps=3)
     damage(tmp_path / "step-00000003")
     told, weights = followed(tmp_path)

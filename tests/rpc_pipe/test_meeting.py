@@ -1,9 +1,7 @@
-"""The start of a job: workers that die or are late while they meet, and what a worker imports."""
-
-import re
+"""The start of a job: workers that die or are late while they meet."""
 
 import pytest
-from processes import ROOT, python, rpc_pipe, unmerged
+from processes import rpc_pipe
 
 TRAIN = """
 import os, signal, sys, time
@@ -56,19 +54,3 @@ def test_a_worker_that_is_late_is_named_and_the_job_starts_again(tmp_path, trans
     assert done.returncode == 0, said
     assert "the workers could not meet" in said and "worker 1 has made no Pipeline so far" in said
     assert "starting again (1 of 1)" in said and "loss " in said
-
-
-def test_workers_import_nothing_from_the_current_folder(tmp_path):
-    """`python -m` puts the current folder first: a `zmq.py` in a shared folder ran as the user."""
-    for name in ("zmq", "rpc_pipe", "numpy"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('a stranger ran as you')")
-    own = tmp_path / "own"
-    own.mkdir()
-    (own / "beside.py").write_text("VALUE = 5")
-    script = TRAIN.replace("pipe.step", "pipe.evaluate").format(fault="print('beside', beside.VALUE)")
-    (own / "train.py").write_text("import beside\n" + re.sub("training=.*\\), ", "", script))  # the half of the imports
-    launch = "import sys; sys.path.remove(''); from rpc_pipe.commands.main import main; sys.exit(main())"
-    arguments = "run", "own/train.py", "--workers", 2, "--transport", "zmq"
-    done = python("-c", launch, *arguments, cwd=tmp_path, anew=True, PYTHONPATH=str(ROOT))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "stranger" not in done.stdout + done.stderr and unmerged(done.stdout).count("beside 5") == 2
