@@ -129,19 +129,15 @@ def _decoding(placed: Spec, typed: Mapping[str, Any], cost: Cost) -> tuple[Decod
 def _tell_generation(reporter: Reporter, name: str, result: Outcome, typed: Mapping[str, Any]) -> None:
     """Report the time of generation, and the keys and values of new tokens on each worker at the end."""
     assert isinstance(result.spec, Decoding)
-    caches = _caches(result.spec, typed)
+    spec, a_group = result.spec, typed["generate"] * typed.get("cache", 1)
+    groups = Counter(spec.route(group) for group in range(spec.groups))
+    hosted = (spec.hosted(worker) for worker in range(spec.num_workers))
+    caches = [a_group * sum(groups[route] for _, route in each) for each in hosted]
     tell, unit = (format_bytes, "") if "cache" in typed else ("{:.9g}".format, " tokens of a group on a stage")
     most = f"keys and values grow to {_tell_peaks(caches, tell)}{unit}, and those of prompts"
     reporter.text(f"{name}: {typed['generate']} tokens take {result.makespan:g}, bubble {result.bubble:.1%}, {most}")
     if "json" in typed:
         print(json.dumps({"schedule": name, "makespan": result.makespan, "bubble": result.bubble, "cached": caches}))
-
-
-def _caches(spec: Decoding, typed: Mapping[str, Any]) -> list[float]:
-    """Return the size of the keys and values of new tokens on each worker at the end."""
-    groups = Counter(spec.route(group) for group in range(spec.groups))
-    a_group = typed["generate"] * typed.get("cache", 1)
-    return [a_group * sum(groups[route] for _, route in spec.hosted(worker)) for worker in range(spec.num_workers)]
 
 
 def _tell_peaks(peaks: Sequence[float], told: Callable[[float], str] = "{:.9g}".format) -> str:

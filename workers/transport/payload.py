@@ -229,6 +229,8 @@ def unpack(payload: Payload, take: Callable[[Tensor, bool], Tensor] = as_leaf) -
     skeleton = payload.skeleton
     if type(skeleton) is Place:
         return take(payload.tensors[0], skeleton.owes_grad)
+    if type(skeleton) is tuple and len(skeleton) == 1 and type(skeleton[0]) is Place:
+        return (take(payload.tensors[0], skeleton[0].owes_grad),)
     if type(skeleton) is tuple and {*map(type, skeleton)} == {Place} and len({*skeleton}) == len(skeleton):
         return tuple([take(payload.tensors[place[0]], place[1]) for place in skeleton])
     taken: dict[Place | Sparse, Tensor] = {}
