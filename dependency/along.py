@@ -6,8 +6,6 @@ quotient that changes within it. Then both parts are asked again. A formula with
 asked one by one. So every microbatch has the answer of the formula itself, in as few steps as the formulas have cases.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Checks of a user's schedule: its answers, and a bound of held activations where it promises no number."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable, Iterable
 from numbers import Integral

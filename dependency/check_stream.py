@@ -1,7 +1,5 @@
 """The checks of an asynchronous stream: the needs of a step in other steps, and its versions of weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product

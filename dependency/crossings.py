@@ -4,8 +4,6 @@ A feature is the name of an option, or of a kind of schedule that `kinds_of` fin
 transformations of schedules read this table. `tests/crossings.py` trains pairs that are not in it against one process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

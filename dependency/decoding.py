@@ -9,8 +9,6 @@ So a group has one action at a time, and groups in the number of stages keep all
 last one the first stage takes the last tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """Asynchronous streams far from their beginning: needs in earlier steps, the age of gradients, versions of weights."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise

@@ -21,8 +21,6 @@ Every error pickles, because it may be raised in one process and reported by ano
 file or the part that is wrong.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from types import TracebackType

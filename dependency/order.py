@@ -4,8 +4,6 @@ The order comes from the first of these that the spec defines: `slot` (sorted), 
 relation (`unroll.py`, a global pass).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache

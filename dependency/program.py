@@ -5,8 +5,6 @@ entries that it makes. The data flow is the same for all microbatches with the s
 asked about it once for each stage and kind.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 

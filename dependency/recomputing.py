@@ -4,8 +4,6 @@
 and from `R` to the backward, instead of once for a long time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import ClassVar
 

@@ -13,8 +13,6 @@ no other worker. The loss is known when the last forward has run. Norms exist on
 known when all backwards have run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, lru_cache
 from typing import NamedTuple

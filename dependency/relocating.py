@@ -7,8 +7,6 @@ All live replicas of a stage share the microbatches of a dead replica in parts, 
 A part hands (`H`) its sums to the next part, which adds to them. The last part ends the step for the replica.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace

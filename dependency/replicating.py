@@ -10,8 +10,6 @@ Where steps overlap, all replicas count equally many microbatches a step, so tha
 all. The last microbatch of a replica may then be missing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property

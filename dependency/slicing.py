@@ -19,8 +19,6 @@ Workers keep to the order of these slots, unless the schedule declares another o
 wider would let a backward overtake a forward that arrives a moment late, and the stages behind it would wait.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import ClassVar

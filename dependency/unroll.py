@@ -5,8 +5,6 @@ missing. Without a `program` the order is that of list scheduling at unit cost, 
 Drawings show the offending edge or cycle on a worker x time grid, in plain text.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence

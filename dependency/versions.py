@@ -11,8 +11,6 @@ Microbatches and updates are counted through the stream. A stage has one update 
 every microbatch (`Spec.update_every`), with replicas one after a microbatch of each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import count
 

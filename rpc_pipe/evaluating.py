@@ -1,7 +1,5 @@
 """Evaluation of a batch, or of the batches of a loader."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The values of held-out batches: metrics in the place of the loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

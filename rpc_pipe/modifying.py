@@ -1,7 +1,5 @@
 """Changes of modules and gradients by functions of the user."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Mapping
 from functools import cache, partial, reduce

@@ -1,7 +1,5 @@
 """The members of this process's worker, and their rows of a batch."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from functools import partial

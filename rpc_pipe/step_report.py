@@ -1,7 +1,5 @@
 """Reports of training steps for a script, TensorBoard or wandb."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -8,8 +8,6 @@ The caller's thread is the compute thread: between runs nothing happens here, an
 the carrier's threads alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import traceback

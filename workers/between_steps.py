@@ -1,7 +1,5 @@
 """The time between two steps of `train`, for the caller, although forwards of the next step may have run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -1,7 +1,5 @@
 """Handlers of actions on a worker: a function a kind. A new kind is one row of the table and one function."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

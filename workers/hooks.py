@@ -1,7 +1,5 @@
 """A worker's reports while it runs, and the hooks that receive them. No worker depends on a listener."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field

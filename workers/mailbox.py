@@ -3,8 +3,6 @@
 Every message is named by the run (call of the pipeline) that it belongs to, because runs may overlap.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Sequence

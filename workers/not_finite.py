@@ -1,7 +1,5 @@
 """The end of a step whose labels count otherwise in each microbatch, or whose loss is not finite, maybe as none do."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from typing import Any

@@ -10,8 +10,6 @@ and save. State that forwards write, such as running means, is shown as it was a
 afterwards.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Survivors of dead workers: they run actions of the dead replicas, and complete steps that stand."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

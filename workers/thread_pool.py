@@ -1,7 +1,5 @@
 """Threads for the workers of one process: each computes on a separate thread, with the caller's settings."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import sys

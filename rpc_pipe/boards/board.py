@@ -17,8 +17,6 @@ The head is overwritten again and again, with a number before and behind it: a h
 equal numbers, is whole.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import mmap

@@ -3,8 +3,6 @@
 A board is read from a file in shared memory, or from the messages of its worker.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -4,8 +4,6 @@ The process that ends a run writes the cause and then removes the folder. A watc
 so it can read the last lines even after the removal.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

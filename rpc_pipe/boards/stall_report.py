@@ -1,7 +1,5 @@
 """The report on a stall: the state of every worker, and the worker at the end of the chain of waits."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """The view of a run: the last steps of all workers, their states, a log, and statistics. Loads without torch."""
 
-from __future__ import annotations
-
 import math
 import socket
 import time

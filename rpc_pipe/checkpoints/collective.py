@@ -1,7 +1,5 @@
 """Calls that succeed on all workers or on none: an error on one worker is raised on every worker."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

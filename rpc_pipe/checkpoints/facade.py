@@ -1,7 +1,5 @@
 """`pipe.checkpoints`. All workers make these calls alike, and all succeed or none does."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Iterable

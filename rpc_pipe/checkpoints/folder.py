@@ -15,8 +15,6 @@ A restart is the same job, and knows its checkpoints, if one of the workers' sta
 torchrun, had started them before. Restarts are not counted, because agents of one job may count differently.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -3,8 +3,6 @@
 Nothing that is read back can run code.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -6,8 +6,6 @@ The results of the job's calls lie in a journal. A newcomer makes the calls of i
 and gets their results from there. Where there are no more, it takes part: it has the state of a worker after that step.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

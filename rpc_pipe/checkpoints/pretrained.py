@@ -3,8 +3,6 @@
 Or in one file, put together from the tensors of all workers.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

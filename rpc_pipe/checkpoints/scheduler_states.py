@@ -1,7 +1,5 @@
 """The states of learning-rate schedulers, where another cut puts groups of several stages together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

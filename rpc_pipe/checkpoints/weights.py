@@ -1,7 +1,5 @@
 """`pipe.weights`. All workers make these calls alike, and all succeed or none does."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ Workers need no message for it. Each leaves a list of its files; worker 0 waits 
 and gives the checkpoint its name.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import shutil

@@ -1,7 +1,5 @@
 """`rpc-pipe compare`: all schedules side by side, simulated. Only measuring a model loads torch."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """`rpc-pipe completion`: a shell script that completes commands, options and their choices."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..schedules import SCHEDULES

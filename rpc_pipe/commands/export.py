@@ -1,7 +1,5 @@
 """`rpc-pipe export`: write a schedule as torch.distributed.pipelining's CSV of actions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..dependency import check_all

@@ -1,7 +1,5 @@
 """`rpc-pipe generate`: text by a causal model in stages, from prompts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

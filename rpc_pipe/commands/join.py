@@ -1,7 +1,5 @@
 """`rpc-pipe join`: take the places of workers that an elastic job on several hosts has lost."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`rpc-pipe key`: make the secret by which workers on several hosts authenticate each other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -6,8 +6,6 @@ are imported where they are used, so that planning answers at once.
 Exit codes: 0 done, 1 the run failed or differed, 2 wrong input, 130 stopped by the user.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

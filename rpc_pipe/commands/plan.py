@@ -1,7 +1,5 @@
 """`rpc-pipe plan`: the fastest plan for a model on given workers within their memory."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """`rpc-pipe ranks`: print which process is where, in the words of torchtitan's mesh and Megatron's groups."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, NamedTuple
 

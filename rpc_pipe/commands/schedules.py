@@ -1,7 +1,5 @@
 """`rpc-pipe schedules`: list the schedules."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import typing

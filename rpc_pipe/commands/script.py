@@ -1,7 +1,5 @@
 """Running a script in a worker: seeding, overrides of its pipelines, and outputs at its end."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """`rpc-pipe simulate`: check, simulate and draw a schedule, without workers and without loading torch."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -13,8 +13,6 @@ Bandwidths are bytes a second; an uplink's is a worker's rate to all other worke
 both ways, or `1-0` beside `0-1`.
 """
 
-from __future__ import annotations
-
 from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from dataclasses import dataclass, field

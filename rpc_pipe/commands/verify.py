@@ -1,7 +1,5 @@
 """`rpc-pipe verify`: compare a pipeline with one process, bit for bit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..dependency import ConfigError

@@ -1,7 +1,5 @@
 """`rpc-pipe watch`: show a run until it ends or the user quits."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

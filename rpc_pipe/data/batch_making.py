@@ -1,7 +1,5 @@
 """Batches made ahead of need, by a thread that reads chunks in the order of positions."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

@@ -1,7 +1,5 @@
 """Rows of different lengths, put into microbatches by length and padded within a microbatch alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace

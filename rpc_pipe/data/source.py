@@ -1,7 +1,5 @@
 """Sources of a loader: chunks of rows, each fetched as a whole; any map-style dataset, or a reader of ranges."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

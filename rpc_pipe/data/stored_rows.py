@@ -3,8 +3,6 @@
 A file that is written to in a run is refused, by its size and time.
 """
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections.abc import Iterator, Sequence

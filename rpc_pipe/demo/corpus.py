@@ -1,7 +1,5 @@
 """Text as bytes, from files or Python's standard library, and the bigram model that a real model must beat."""
 
-from __future__ import annotations
-
 import os
 import sysconfig
 import zlib

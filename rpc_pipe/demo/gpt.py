@@ -3,8 +3,6 @@
 Shapes: token ids `[batch, sequence]` in, logits `[batch, sequence, 256]` out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

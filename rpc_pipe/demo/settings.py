@@ -1,7 +1,5 @@
 """The sizes of the built-in GPT, and how it is trained. Torch-free."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ..dependency import ConfigError

@@ -1,7 +1,5 @@
 """Data of the displays: a row for each worker and link, pictures of the last steps, and all of it for JSON."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """The terminal display of a run: workers, the last step, the lost time, the log. It needs 80 columns."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 TensorBoard needs the extra `.[tensorboard]`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -5,8 +5,6 @@ CVE-2025-62593), and an Origin, if there is one, must be this page. On any other
 need the token that is printed at the start.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import ipaddress

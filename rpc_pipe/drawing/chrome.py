@@ -1,7 +1,5 @@
 """Chrome's trace event format, which Perfetto reads. Loads without torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

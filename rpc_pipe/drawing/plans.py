@@ -1,7 +1,5 @@
 """Plans as a table, and the Pareto front of time and memory as text and as a picture."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import groupby

@@ -7,8 +7,6 @@ Kinds keep their pure colours, because lighter and darker ones collide for colou
 worker differ by a dark stripe along the bottom of the cell, the higher the later the stage.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import math

@@ -4,8 +4,6 @@ The bubble, which every picture shows, stands here. `draw` is the terminal's pic
 `svg` draws for documents and `page` for browsers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise

@@ -9,8 +9,6 @@ the commit. If no live worker has received "moved" from all, the old shape stays
 new shape, and take it. The batch and its microbatches stay, so losses are the same within rounding.
 """
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Collection

@@ -11,8 +11,6 @@ is made once more by all, where each worker stands in its script.
 If a replica dies with gradients of steps since the last update, workers compute all of them again.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Collection, Mapping

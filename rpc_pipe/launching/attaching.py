@@ -1,7 +1,5 @@
 """The connection of a pipeline with the launcher of its process: options typed there, and readers of its boards."""
 
-from __future__ import annotations
-
 import logging
 import os
 from typing import Any

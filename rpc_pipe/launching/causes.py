@@ -1,7 +1,5 @@
 """The causes of failures in words: which process failed, died or hangs, and why. Loads without torch."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The end of a worker that no launcher of ours has started, as under torchrun: signals, and the summary."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

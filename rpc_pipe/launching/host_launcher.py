@@ -1,7 +1,5 @@
 """The launcher of another host than the first: it starts and ends workers as the first host's launcher orders."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

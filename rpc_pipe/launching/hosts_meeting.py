@@ -1,7 +1,5 @@
 """How workers of several hosts meet: their launchers pass records on (see `hosts.py`)."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

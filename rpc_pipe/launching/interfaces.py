@@ -1,7 +1,5 @@
 """Needs of workers on several hosts: the interface for connections from other hosts, and the secret of the job."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import secrets

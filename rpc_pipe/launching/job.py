@@ -4,8 +4,6 @@ The launcher sets the same variables as torchrun (RANK, WORLD_SIZE), and RPC_PIP
 its store.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 One socket carries the launcher's orders and the worker's messages; its end means that the launcher is gone.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

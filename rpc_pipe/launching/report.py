@@ -1,7 +1,5 @@
 """The user's view of a run: its progress, the first cause of a failure, the summary."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """When the workers of an elastic job take another shape: its launcher counts the workers that are missing."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Collection, Set

@@ -1,7 +1,5 @@
 """The frame of a worker process: it follows the launcher's orders, and reports its end."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

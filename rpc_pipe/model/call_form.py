@@ -1,7 +1,5 @@
 """The form of calls: which parts of a batch a model and its loss function take, and where the loss is found."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 Tensors and numbers that are left there beside return values do not reach other stages, so these are refused.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress

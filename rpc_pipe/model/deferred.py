@@ -6,8 +6,6 @@ the number of the operator, so a parameter has the same initial values on every 
 from one sequence of draws from one generator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Copies of layers, for a second replica of a stage in one process, or for a stage with a tied weight."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Collection, Sequence
 from typing import Any

@@ -6,8 +6,6 @@ only read. Versions and identities show a change; no number of a weight is read.
 modules, hooks, forwards) raise ModelError.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any

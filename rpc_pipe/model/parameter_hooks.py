@@ -1,7 +1,5 @@
 """Properties that torch does not copy with parameters: the gradient's hooks and type, and attributes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MethodType

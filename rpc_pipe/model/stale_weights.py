@@ -4,8 +4,6 @@ In a job of several processes, a user's model has the trained weights of this pr
 still have their values from before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import ref

@@ -5,8 +5,6 @@ summed before every update, so the copies stay equal. Different weights on the s
 another's transpose, are refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch

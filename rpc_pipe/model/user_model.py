@@ -1,7 +1,5 @@
 """The model of a user, as a function `path/to/file.py:make` returns it: model, batch and perhaps a loss function."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """A comparison of all schedules for one model on the same workers, in time and memory. Loads without torch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed

@@ -3,8 +3,6 @@
 First a balanced cut, then hill climbing. Loads without torch.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence

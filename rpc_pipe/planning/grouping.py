@@ -5,8 +5,6 @@ by `fsdp-kept` once a step.
 By `tp` all members compute all microbatches, and add up their parts of a block's results. Loads without torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

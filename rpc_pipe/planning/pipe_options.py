@@ -1,7 +1,5 @@
 """The arguments of a pipeline, as typed on the command line or as a plan has them. Loads without torch."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace

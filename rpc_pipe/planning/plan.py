@@ -3,8 +3,6 @@
 Plans and profiles are written as JSON by their fields, and read back with their types checked.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import cache

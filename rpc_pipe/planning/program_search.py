@@ -7,8 +7,6 @@ critical block is a row of actions in the longest path that one worker runs with
 an end of such a block can shorten the path.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence

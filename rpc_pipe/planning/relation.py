@@ -4,8 +4,6 @@ It joins the parts that workers compile for themselves (`dependency.program`), s
 Loads without torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 

@@ -6,8 +6,6 @@ not interrupted; actions of a worker on different resources overlap. These are t
 `workers.state.WorkerState`, made for all workers at once on the same compiled parts. Loads without torch.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The time of slices of sequences: causal attention costs more at the end. Loads without torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise

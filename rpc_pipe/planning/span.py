@@ -1,7 +1,5 @@
 """Actions in time, the common form of simulations, traces and drawings; the cause of each wait; exact sums of times."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

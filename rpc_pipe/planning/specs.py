@@ -1,7 +1,5 @@
 """Making a spec from the name or file of a schedule and its parameters. Loads without torch."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import typing

@@ -3,8 +3,6 @@
 Loads without torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 

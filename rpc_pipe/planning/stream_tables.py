@@ -1,7 +1,5 @@
 """Streams as arrays, and the counts that workers see of each other. Loads without torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from itertools import zip_longest
 from typing import Any

@@ -6,8 +6,6 @@ of every count, the moments between must repeat until a piece of a stream ends o
 repetitions are added at once. Loads without torch.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

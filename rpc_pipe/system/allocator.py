@@ -9,8 +9,6 @@ glibc 2.37 a free block between two of them does not fit the next request of its
 on payloads of 64 MiB became three times as large as its contents. Without these caches ends go back to the block.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Mapping

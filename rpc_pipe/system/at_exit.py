@@ -1,7 +1,5 @@
 """Exit functions that run in the process that registered them, and not in its forks."""
 
-from __future__ import annotations
-
 import atexit
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Files that a user names: their content, or one clear error; and files that are there whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Garbage collection, switched off while many lasting objects are made, which each collection would traverse."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

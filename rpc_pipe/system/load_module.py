@@ -1,7 +1,5 @@
 """Python files of the user's, loaded as modules: models and schedules."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from functools import cache

@@ -1,7 +1,5 @@
 """Sizes as users write them."""
 
-from __future__ import annotations
-
 import re
 
 from ..dependency import ConfigError

@@ -15,8 +15,6 @@ measured times, adding one cause at a time, and each cause is charged with the t
 A worker counts as slow, and not as having more work, if stages like its stages take less time elsewhere.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence

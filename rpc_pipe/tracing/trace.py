@@ -4,8 +4,6 @@ A watcher does not have the class of the user's schedule and must not run the us
 of the relation (`own_boards.list_program`); the parts of all workers are the whole relation.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The blocks of a user's model, and the payloads between them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

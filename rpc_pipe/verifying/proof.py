@@ -3,8 +3,6 @@
 Where the pipeline trains on slices of sequences, the reference trains on whole ones, and sums in another order.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext

@@ -6,8 +6,6 @@ uses the versions of weights that are declared for it.
 No worker, no stash and no timing: versions are copies in a dictionary, one microbatch follows the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The verdict of a comparison of a pipeline with one process."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

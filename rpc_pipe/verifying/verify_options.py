@@ -1,7 +1,5 @@
 """The options of `rpc-pipe verify`. Torch-free."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ..planning.pipe_options import PipeOptions

@@ -1,7 +1,5 @@
 """Walks through the graph that autograd has made, and reads the saved tensors of its nodes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

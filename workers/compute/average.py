@@ -1,7 +1,5 @@
 """A moving average of weights, with the bits of `torch.optim.swa_utils.AveragedModel` and its EMA."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import torch

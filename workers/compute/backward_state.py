@@ -1,7 +1,5 @@
 """What a backward sees and writes of the state that forwards leave; loaded where forwards write, or overtake it."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """The state before an update that may have to be undone."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -1,7 +1,5 @@
 """Weights that are moved outside of an update, as by an optimizer to an average for an evaluation and back."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from ...dependency import ConfigError

@@ -1,7 +1,5 @@
 """Recomputation of a stage's activations, with its modules in the state that the first forward began with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The result of a step on a worker: the loss, put together from parts of the last stage's hosts; local outputs."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property

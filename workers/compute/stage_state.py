@@ -6,8 +6,6 @@ forwards run between. So behind a forward the stage continues with copies of the
 memory, and backward gets it back, also for layers that it runs again (`torch.utils.checkpoint`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any

@@ -4,8 +4,6 @@ A call travels with the first questions of every run and needs no answer: its re
 of that number and, if they differ, answers with the difference alone. So no run uses payloads of another call.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from ...dependency import Malformed

@@ -1,7 +1,5 @@
 """Errors of workers that make different calls; loaded where two differ."""
 
-from __future__ import annotations
-
 import logging
 from functools import cache
 

@@ -1,7 +1,5 @@
 """A worker's calls, run by run, compared with the calls that its peers have told. Loads without torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 from ...dependency import Disagreement

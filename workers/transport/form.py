@@ -4,8 +4,6 @@ Payloads differ in their numbers from microbatch to microbatch, seldom in form: 
 The contents of each tensor are one run of memory, with each element once, however often the tensor repeats it.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The secret and the job's name give the key pairs of all its workers. So no key t
 reaches that worker alone: a forged address leads to a peer that cannot prove its identity.
 """
 
-from __future__ import annotations
-
 import hashlib
 import threading
 from collections.abc import Iterable

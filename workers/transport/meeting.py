@@ -4,8 +4,6 @@ It is in a file of one host, or torchrun has it. Any process that reaches a stor
 record is trusted: a record holds a worker's address, and the process at that address has to prove its identity.
 """
 
-from __future__ import annotations
-
 import secrets
 import socket
 import time

@@ -1,7 +1,5 @@
 """Messages from worker to worker as bytes, beside tensors too large to be among them; and links, which carry them."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -5,8 +5,6 @@ until every consumer has confirmed its arrival: no worker leaves with a payload 
 be called from any thread; they neither block nor compute.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable
 

@@ -6,8 +6,6 @@ process's ancestors only, workers grant it to their launcher and its descendants
 refuse it altogether, so it is tried on a proof: a process with the right number may belong to another job.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Batches that one worker reads and scatters: it offers the read tensors, and other workers pull them ahead of need."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple

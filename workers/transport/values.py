@@ -5,8 +5,6 @@ twice its size and 1 MiB. The sender pads a message whose values take more. Tupl
 one runs nothing of the class, and if the receiver has loaded it.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import OrderedDict
 from collections.abc import Callable

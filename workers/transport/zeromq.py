@@ -6,8 +6,6 @@ A peer's connection delivers messages in order, or breaks; then the peer is lost
 and that connection is not used.
 """
 
-from __future__ import annotations
-
 import select
 import struct
 import threading

@@ -6,8 +6,6 @@ as in the uncut model, and sums of gradients have the same bits. Only events of 
 the embedding before a decoder) move to the first stage that takes them, with all that they depend on.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

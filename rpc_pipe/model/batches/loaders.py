@@ -1,7 +1,5 @@
 """Loaders and lists of batches in the place of a batch: how they are recognised, and refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The order of a training step's microbatches, by their predicted times."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

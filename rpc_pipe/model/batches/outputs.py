@@ -1,7 +1,5 @@
 """Outputs of microbatches: the workers that have them or want them, and their rows joined."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 
 import torch

@@ -1,7 +1,5 @@
 """The microbatches of a lazy batch, and the rows of it that a process reads, also where rows are grouped by length."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Batches that are read ahead of the running step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 

@@ -1,7 +1,5 @@
 """The inputs of a worker's steps, each with the worker's compiled part of the schedule and the end of the step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from threading import Lock

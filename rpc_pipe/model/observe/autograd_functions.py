@@ -1,7 +1,5 @@
 """Tensors that functions of autograd take: their backward may need them, or return gradients of them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Choice of a model's blocks, between which it can be cut: members of its lists, or other modules that it calls."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any

@@ -1,7 +1,5 @@
 """Hooks with closures over modules of the model: in a copy of the model they must hold the copies."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial

@@ -3,8 +3,6 @@
 So changes of the user between two steps hold in every copy, and no step looks for them.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager

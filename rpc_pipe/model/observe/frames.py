@@ -1,7 +1,5 @@
 """The place in the model's source that runs now, by Python's stack frames, and in errors about lost tensors."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import sys

@@ -1,7 +1,5 @@
 """Kinds of models, found by inspection alone: no forward is run, and no observing module is loaded."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The record of one observed forward: its events, and the tensors that pass between them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any

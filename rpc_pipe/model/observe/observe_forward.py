@@ -5,8 +5,6 @@ by one stage, or by all alike. Tensors are found by observing a second forward, 
 the first has left: attributes that it reads are carried over.
 """
 
-from __future__ import annotations
-
 import sys
 import traceback
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ Only tensors travel to other stages. Everything else must be as it was observed:
 plain values beside them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any

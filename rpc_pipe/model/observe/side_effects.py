@@ -3,8 +3,6 @@
 Hooks see the calls of modules; a block sets attributes, and puts tensors into containers that it is given.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any

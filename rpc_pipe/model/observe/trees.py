@@ -3,8 +3,6 @@
 Payloads between workers (`workers.transport.payload`) allow fewer types; they carry only the tensors found here.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping

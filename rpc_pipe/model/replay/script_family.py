@@ -5,8 +5,6 @@ predicted if all formulas that fit the observations agree. Else the forward is o
 A wrong prediction shows where the forward departs from the script, or as a payload of another shape.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from itertools import combinations_with_replacement

@@ -4,8 +4,6 @@ Calls of torch functions and blocks are compared with the script in order. This 
 return placeholders, or the tensors that have arrived from the stage before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

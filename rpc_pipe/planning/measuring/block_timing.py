@@ -3,8 +3,6 @@
 Blocks run in groups larger than the caches, forwards before backwards, as they do in a stage.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace

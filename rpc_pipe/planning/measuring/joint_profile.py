@@ -1,7 +1,5 @@
 """A model profiled by all workers of a job at once: all are busy together, as in a pipeline."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -5,8 +5,6 @@ A list of layers is measured layer by layer. Any other module is cut where its f
 positions) is the time of all these stages beyond the whole model, divided by their number.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import traceback

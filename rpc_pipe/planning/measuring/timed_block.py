@@ -1,7 +1,5 @@
 """A block that runs F, B, R, I and W on one microbatch, to measure its times and its kept and allocated bytes."""
 
-from __future__ import annotations
-
 import os
 import time
 from bisect import bisect_left, bisect_right

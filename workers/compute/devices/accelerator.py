@@ -1,7 +1,5 @@
 """The road between an accelerator and its worker's outbox: pinned buffers and side streams."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

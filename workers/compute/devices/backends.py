@@ -1,7 +1,5 @@
 """The device that a worker computes on: the configured one, or accelerators where there are enough."""
 
-from __future__ import annotations
-
 import logging
 
 import torch

@@ -5,8 +5,6 @@ it is emptied only while no thread computes: a weight that a forward uses twice 
 gradients would have other bits. And casts that were made without gradients must not be used with them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any

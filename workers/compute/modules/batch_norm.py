@@ -5,8 +5,6 @@ its part of the running ones is summed up, and taken over once, at the update. T
 before, with their gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ are views, because autograd lays out the gradient of a tensor written through a 
 view's base.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple

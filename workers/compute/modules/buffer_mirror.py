@@ -3,8 +3,6 @@
 A replica gives its buffers with the gradients that its peers sum. So where a step commits, all replicas have them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Batch normalisation that sums up the statistics of microbatches, as `batch_norm.py` takes them over."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Small tensors count in full, and large ones by a sample, which touches every row
 workers that drew, shuffled or sampled for themselves differ almost everywhere.
 """
 
-from __future__ import annotations
-
 import ctypes
 import zlib
 from array import array

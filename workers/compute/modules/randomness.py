@@ -5,8 +5,6 @@ and in any order; so do initial weights. Other draws while a worker computes (ho
 round at random in backward, optimizers that add noise) are keyed by the stage.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import random

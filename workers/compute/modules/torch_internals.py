@@ -3,8 +3,6 @@
 Fake tensors stand in `model/placeholder.py`, the RPC agent in `transport/rpc.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tensors that the members of a worker hold in parts: torch's DTensor."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Layers that the members of a worker divide, and the refusal of tied parameters that would be divided apart."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 
 from torch import nn

@@ -3,8 +3,6 @@
 FSDP2 gathers a layer's parameters before its forward and backward, and sums gradients by hooks of a whole backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, cast

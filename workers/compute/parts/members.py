@@ -4,8 +4,6 @@ Member i of every worker belongs to the i-th plane: a pipeline with a separate c
 a worker meet in the collectives of their layers, and once a step in the worker's first update.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

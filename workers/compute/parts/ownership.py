@@ -3,8 +3,6 @@
 Whole parameters are owned, so that any optimizer can update a part of a stage alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """Tensor parallelism: linear layers divided among the members of a worker by a model's plan."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """The check, in the first step, that slices of a sequence give the numbers of the whole sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The computation of a stage: its slice of the model, as a shard sees it. A list of layers is one kind of slice."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
