@@ -33,6 +33,13 @@ from .stage_script import Departed, Diverged, Script
 class _LayerList(nn.ModuleList):
     """A list whose slices are lists: transformers takes one in each forward, and a module takes a while to make."""
 
+    @classmethod
+    def of(cls, module: nn.ModuleList) -> _LayerList:
+        """Return a list with all that a list has."""
+        made = cls()
+        vars(made).update(vars(module))
+        return made
+
     def __getitem__(self, at: Any) -> Any:
         return list(self._modules.values())[at]
 
@@ -60,11 +67,12 @@ class DecodingForward:
         """Return a context for `run`: blocks report, and embeddings of other stages return placeholders at once."""
         whole: Any = self._skeleton.module
         with self._skeleton.reporting(None), ExitStack() as undo:
-            for module in whole.modules():
-                if type(module) is nn.ModuleList:
-                    module.__class__ = _LayerList
-                    undo.callback(setattr, module, "__class__", nn.ModuleList)
-                elif (
+            for module in [*whole.modules()]:
+                for name, held in module._modules.items():
+                    if type(held) is nn.ModuleList:
+                        module._modules[name] = _LayerList.of(held)
+                        undo.callback(module._modules.__setitem__, name, held)
+                if (
                     isinstance(module, nn.Embedding)
                     and isinstance(module.weight, Placeholder)
                     and "forward" not in vars(module)
