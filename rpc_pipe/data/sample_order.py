@@ -23,6 +23,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..dependency import ConfigError
+
 Numbers = NDArray[np.int64]
 Keys = NDArray[np.uint64]
 
@@ -132,6 +134,9 @@ class Order:
         sizes: samples of each chunk.
         window: how many chunks are resident at once, at most all; None: all, which is a full shuffle.
         shuffle: otherwise samples keep the order of the source.
+
+    Raises:
+        ConfigError: there are no samples, or the window is below 1.
     """
 
     def __init__(
@@ -139,8 +144,12 @@ class Order:
     ) -> None:
         self.sizes = np.asarray(sizes, np.int64)
         self.num_samples = int(self.sizes.sum())
+        if self.num_samples == 0:
+            raise ConfigError("data: there are no samples")
         self.num_chunks = len(self.sizes)
         self.window = self.num_chunks if window is None else min(window, self.num_chunks)
+        if self.window < 1:
+            raise ConfigError(f"window {window}: must be at least 1 chunk")
         self.seed, self.shuffle = seed, shuffle
         #: how many chunks a block mixes
         self.mixed = self.window if shuffle else 1

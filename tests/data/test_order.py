@@ -3,6 +3,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from refusals import refused
 
 from rpc_pipe.data.sample_order import Order, key, permute
 
@@ -60,3 +61,11 @@ def test_no_index_is_kept_for_a_terabyte():
     order = Order([2**15] * 2**14, 0, 24)
     assert len(order.samples(10**8, 10**8 + 64)) == 64
     assert 0.25 < np.abs(order.samples(0, 10**6) - np.arange(10**6)).mean() / order.num_samples < 0.55
+
+
+def test_an_order_of_no_samples_or_no_window_is_refused():
+    """A user's own `Source` may be empty: places of its samples would be looked for without an end."""
+    with refused("data"):
+        Order([0, 0], 0)
+    with refused("window"):
+        Order([3, 2], 0, window=0)
